@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
+from serve_spec.adaptive.prompts import MeasuredPrompts
 from serve_spec.adaptive.reasons import explain
 from serve_spec.adaptive.settings import PolicySettings
 from serve_spec.adaptive.state import section
@@ -41,6 +43,8 @@ class AdaptiveController:
         self._accept_rates: Sequence[float] = ()
         self._kept: Mapping[str, Any] = {}
         self._policy = settings.build(settings.shape.depth, costs)
+        # Under policies that leave the prompt tokens of a step open.
+        self._prompts = MeasuredPrompts(settings.limits, settings.prompt_counts)
         self.shapes = settings.shapes  # that the worker must build beside `PLAIN`; never grows
         self.switch_reason: Reason | None = None  # why the last shape differs from the one before
         self.notes = NO_NOTES  # the policy's, on its last answer
@@ -64,6 +68,8 @@ class AdaptiveController:
         except Exception as error:  # plain decoding serves every request, a dead engine none
             self._fall_back(f"the policy failed to choose: {error!r}")
             steps = self._policy.choose(batch)
+        if steps.prompt_tokens is None and batch.max_prompt_tokens:
+            steps = replace(steps, prompt_tokens=self._prompts.tokens(batch, steps))
         self._limited = not any(batch.max_steps)
         reason = Reason.RECONFIGURED if self._reconfigured else self._last_reason
         switched = self._active not in (None, steps.shape)
@@ -96,6 +102,7 @@ class AdaptiveController:
     def on_verify_complete(self, record: StepRecord) -> None:
         """Learn from one step."""
         self._follow_average(record)
+        self._prompts.observe(record)
         try:
             self._policy.observe(record)
         except Exception as error:

@@ -5,21 +5,19 @@
 There is a residual for every shape in every bucket of batch sizes: what all shapes have in common,
 a part that grows with the depth, and its own. What ran tells of these parts by Gaussian regression,
 first of all buckets together, then of the bucket. It fades with age: one spike does not make a
-shape unattractive for ever. Rounds that compute prompts, too, have a residual of their own in every
-bucket, the same for all shapes, because other kernels run there.
+shape unattractive for ever. What prompts add is learned apart, see `prompt_costs`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from statistics import median_low
 from typing import NamedTuple
 
 import numpy as np
 
 from serve_spec.adaptive.curves import Floats, StepCurves
-from serve_spec.adaptive.state import State, array, number
+from serve_spec.adaptive.prompt_costs import PromptCosts
+from serve_spec.adaptive.state import State, array, number, section
 from serve_spec.config.cost_table import CostTable
 from serve_spec.core.draft import PLAIN, DraftShape
 
@@ -54,6 +52,7 @@ class Work(NamedTuple):
     shape: DraftShape = PLAIN  # what most of them draft
     drafts: float = 0.0  # that are verified
     prompts: int = 0  # prompt tokens
+    pairs: int = 0  # of attention, for them
     entries: int = 0  # missing draft KV entries
 
 
@@ -68,8 +67,7 @@ class Costs:
         self._covariance: Floats = _COMMON**2 + _BY_DEPTH**2 * np.outer(depths, depths)
         self._covariance += _OWN**2 * np.eye(len(depths))
         self._rounds, self._errors = (np.zeros((NUM_BUCKETS, len(depths))) for _ in range(2))
-        self._mixed: Floats = np.zeros((NUM_BUCKETS, 2))  # rounds with prompts, and their errors
-        self._entries: Floats = np.zeros(2)  # ms and number
+        self.prompts = PromptCosts(lambda *given: float(self._more_ms(*given)))
 
     def chains_ms(self, work: Work, drafts: Floats) -> Floats:
         """Return the ms of rounds that verify `drafts` [M] drafts of chains: [max_steps + 1, M].
@@ -96,29 +94,19 @@ class Costs:
         return float(draft + self._verify_ms(work, np.array([work.drafts]))[0])
 
     def prompts_ms(
-        self, work: Work, drafts: Floats, ms: Floats, prompts: Floats, chunk: float
+        self, size: int, drafts: Floats, ms: Floats, prompts: Floats, pairs: float
     ) -> Floats:
-        """Return the ms that prompts add, on average, to rounds that take `ms` and verify `drafts`.
+        """Return the ms that `prompts` tokens add to rounds that take `ms` and verify `drafts`.
 
-        prompts: tokens a round, on average. chunk: tokens of a round that computes some; the others
-        compute none. They lie on the curve of verified tokens. 0: no round computes any.
+        They lie on the curve of verified tokens. pairs: of attention, by prompt token.
         """
-        if not chunk:
-            return np.zeros_like(ms)
-        present = np.maximum(np.maximum(prompts, chunk), 1.0)
-        mixed = (ms + self._more_ms(work.size, drafts, present)) * (
-            1.0 + self._mixed_residual(work.size)
-        )
-        return np.asarray(prompts / present * (mixed - ms))
+        more = self._more_ms(size, drafts, prompts)
+        return self.prompts.more_ms(ms, more, prompts * pairs)
 
-    def _more_ms(self, size: int, drafts: Floats | float, prompts: Floats | float) -> Floats:
+    def _more_ms(self, size: float, drafts: Floats | float, prompts: Floats | float) -> Floats:
         """Return the ms of so many more tokens in a target forward, by the table."""
         tokens, verify = size + drafts, self._curves.verify_ms
-        return verify(size, 0.0, tokens + prompts) - verify(size, 0.0, tokens)
-
-    def _mixed_residual(self, size: int) -> float:
-        rounds, errors = self._mixed[bucket(size)]
-        return float(errors / (rounds + 1.0))
+        return verify(0, 0.0, tokens + prompts) - verify(0, 0.0, tokens)
 
     def draft_ms(self, work: Work) -> float:
         """Return the ms of one draft step by the table."""
@@ -128,12 +116,6 @@ class Costs:
         tokens = work.size + drafts
         verify = self._curves.verify_ms(work.size, work.context, tokens)
         return verify + self.table.sampled_token_ms * work.sampled * tokens
-
-    @property
-    def entry_ms(self) -> float:
-        """Return the ms of one missing draft KV entry."""
-        ms, number = self._entries
-        return float(ms / max(number, 1.0))
 
     def _column(self, shape: DraftShape) -> int:
         if shape.is_chain:
@@ -157,10 +139,6 @@ class Costs:
         """Return whether a round has no prompts and makes as little draft KV as most do."""
         return not work.prompts and work.entries <= work.size * (self.max_steps + 1)
 
-    def is_mostly_decoding(self, work: Work) -> bool:
-        """Return whether a round with prompts computes as many other tokens, or more."""
-        return self.is_usual(work._replace(prompts=0)) and work.prompts <= work.size + work.drafts
-
     def learn(self, work: Work, ms: float, num: int = 1) -> None:
         """Learn from so many usual rounds of this time."""
         at = bucket(work.size), self._column(work.shape)
@@ -169,35 +147,25 @@ class Costs:
         error = _error(ms, self.table_ms(work))
         self._errors[at] = fade * self._errors[at] + rounds * error
 
-    def learn_mixed(self, works: Sequence[Work], times: Sequence[float]) -> None:
-        """Learn from rounds of about one size that are mostly decoding, but compute prompts."""
-        error = median_low(
-            _error(ms, self.ms(work) + float(self._more_ms(work.size, work.drafts, work.prompts)))
-            for work, ms in zip(works, times, strict=True)
-        )
-        at, (fade, rounds) = bucket(works[0].size), _weights(len(works))
-        self._mixed[at] = fade * self._mixed[at] + (rounds, rounds * error)
-
-    def learn_entries(self, work: Work, ms: float) -> None:
-        """Learn from a round that makes much missing draft KV, and has no prompts."""
-        if work.prompts:
-            return
-        limit = self.draft_ms(work) * work.entries
-        more = min(max(ms - self.ms(work), 0.0), limit)
-        self._entries = _ROUND_FADE * self._entries + (more, work.entries)
+    def learn_prompts(self, work: Work, ms: float) -> None:
+        """Learn from a round that computes prompts, or makes much missing draft KV."""
+        given = work.size, work.drafts, work.prompts, work.pairs, work.entries
+        self.prompts.learn(given, self.ms(work), ms)
 
     def age(self, size: int, num_rounds: int) -> None:
         """Let what is known of a batch size fade by some rounds."""
         fade = math.exp(-num_rounds / 1024.0)
-        for sums in (self._rounds, self._errors, self._mixed):
+        for sums in (self._rounds, self._errors):
             sums[bucket(size)] *= fade
 
     def state(self) -> State:
         """Return what outlives a restart."""
-        corrections = {"rounds": self._rounds, "errors": self._errors}
-        corrections |= {"mixed": self._mixed, "entries": self._entries}
-        kept = {name: sums.tolist() for name, sums in corrections.items()}
-        return {"measured_s": self.table.measured_s, **kept}
+        return {
+            "measured_s": self.table.measured_s,
+            "rounds": self._rounds.tolist(),
+            "errors": self._errors.tolist(),
+            "prompts": self.prompts.state(),
+        }
 
     def restore(self, state: State) -> bool:
         """Continue from a state; return whether its corrections are of this table.
@@ -207,18 +175,19 @@ class Costs:
         most = 1.001 / (1.0 - _ROUND_FADE)
         rounds = array(state, "rounds", self._rounds.shape, 0.0, most)
         errors = array(state, "errors", rounds.shape, -0.501 * rounds, 1.001 * rounds)
-        mixed = array(state, "mixed", self._mixed.shape, -most, most)
-        entries = array(state, "entries", (2,), 0.0)
+        prompts = PromptCosts()
+        prompts.restore(section(state, "prompts"))
         if number(state, "measured_s") != self.table.measured_s:
             return False
         self._rounds, self._errors = rounds, errors
-        self._mixed, self._entries = mixed, entries
+        self.prompts.restore(section(state, "prompts"))
         return True
 
     def snapshot(self) -> dict[str, object]:
         """Return the corrections, JSON-able."""
         return {
-            "entry_ms": round(self.entry_ms, 6),
+            "entry_ms": round(self.prompts.entry_ms, 6),
+            "prompt_weights": self.prompts.weights.round(6).tolist(),
             "factors": {
                 str(1 << at): (1.0 + self._residuals(1 << at)).round(4).tolist()
                 for at in range(NUM_BUCKETS)

@@ -7,7 +7,7 @@ fraction of the time. `SpeedGuard` turns speculation off where it was measured t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,10 +22,12 @@ from serve_spec.adaptive.exploration import (
     SpeedGuard,
     SpeedGuards,
 )
-from serve_spec.adaptive.planner import Candidate, Load, Planner, PromptLoad
+from serve_spec.adaptive.planner import Candidate, Planner
 from serve_spec.adaptive.policy import StepPolicy
+from serve_spec.adaptive.prompts import Load, PromptLoad, PromptSizer
 from serve_spec.adaptive.round_times import RoundTimes, work_of
 from serve_spec.adaptive.state import Learner, State, section
+from serve_spec.config import SchedulerConfig
 from serve_spec.config.adaptive_file import slot_of
 from serve_spec.config.cost_table import CostTable
 from serve_spec.core.draft import PLAIN, DraftShape
@@ -35,6 +37,9 @@ from serve_spec.core.round import DecodeBatch, Reason, RoundNotes, RoundSteps
 SMALL_TREES = {1: (DraftShape(4, 15, 4), DraftShape(6, 31, 4)), 9: ()}
 """Trees that goodput may choose though none are configured, by the least batch size."""
 DEFAULT_MAX_STEPS = 7
+DEFAULT_LIMITS = SchedulerConfig()
+_NOISE = 1.015
+"""Factor between predicted speeds that are hardly different."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +78,10 @@ class GoodputPolicy(StepPolicy):
     per_sequence: whether rounds may have budgets, so that requests verify different numbers.
     accept_rates: expected by position; None: a default.
     token_counts: tokens that captured graphs verify; empty: any number costs its own.
+    limits: of the prompt tokens of a round. prompt_counts: as token_counts, of rounds with prompts.
     """
 
-    state_version = 3
+    state_version = 4
 
     def __init__(
         self,
@@ -87,6 +93,8 @@ class GoodputPolicy(StepPolicy):
         initial_steps: int = 3,
         accept_rates: Sequence[float] | None = None,
         token_counts: Sequence[int] = (),
+        limits: SchedulerConfig = DEFAULT_LIMITS,
+        prompt_counts: Sequence[int] = (),
     ) -> None:
         self.costs = Costs(costs)
         self.allowed = allowed or AllowedShapes()
@@ -103,7 +111,8 @@ class GoodputPolicy(StepPolicy):
         self._shape = DraftShape.chain(min(initial_steps, self.max_steps))
         self._candidates: dict[DraftShape, Candidate] = {}
         self._chosen: Candidate | None = None
-        self._answer = RoundSteps(self._shape)
+        self._answer = self._with_prompts = RoundSteps(self._shape)
+        self._sizer = PromptSizer(self.costs.prompts, limits, prompt_counts)
         self._explored = False
         self._trial: frozenset[str] | None = None
         self._ngram_steps = self._rounds_without_ngrams = 0
@@ -133,7 +142,8 @@ class GoodputPolicy(StepPolicy):
 
     def _fitted(self, batch: DecodeBatch) -> RoundSteps:
         """Return the plan's answer for the batch of now, which may be of another size."""
-        answer, most = self._answer, batch.max_draft_tokens
+        answer = self._with_prompts if batch.max_prompt_tokens else self._answer
+        most = batch.max_draft_tokens
         if answer.budget is not None:
             budget = answer.budget
             if batch.size != self._load.work.size:
@@ -143,12 +153,16 @@ class GoodputPolicy(StepPolicy):
             most < batch.size or not answer.shape.is_chain
         ):
             self.last_reason = Reason.KV
-            return RoundSteps(PLAIN, notes=answer.notes)
-        if self._trial is not None:
+            answer = RoundSteps(PLAIN, notes=answer.notes)
+        if self._trial is not None and answer.shape.depth:
             steps = [answer.shape.depth if i in self._trial else 0 for i in batch.request_ids]
             answer = replace(answer, steps_per_req=steps)
         if batch.ngram_steps:
             answer = replace(answer, ngram_steps=self._ngram_steps_of(batch))
+        if batch.max_prompt_tokens:
+            drafts = answer.shape.size * batch.size if answer.budget is None else answer.budget
+            ms = answer.notes.predicted_ms or 0.0
+            answer = replace(answer, prompt_tokens=self._sizer.tokens(batch, drafts, ms))
         return answer
 
     def _ngram_steps_of(self, batch: DecodeBatch) -> list[int]:
@@ -188,7 +202,7 @@ class GoodputPolicy(StepPolicy):
         # Neither prompts nor the entries that they lack count as lost.
         ms = record.step_ms
         if work.prompts:
-            ms = self.costs.ms(work) + self.costs.entry_ms * work.entries
+            ms = self.costs.ms(work) + self.costs.prompts.entry_ms * work.entries
         return ms - record.num_output_tokens * plan.ms / (self._load.work.size + plan.expected)
 
     def _plan(self, batch: DecodeBatch, at: int) -> None:
@@ -196,7 +210,10 @@ class GoodputPolicy(StepPolicy):
         size = batch.size
         work = Work(size, batch.context, batch.num_sampled / size)
         self._load = load = self._prompts.load(work)
-        found = self._weighed(batch, load)
+        weigh = self._weigher(batch, load)
+        found = weigh(None)
+        if (most_ms := self._sizer.limits.max_inter_token_ms) is not None:
+            found = [found[0], *(each for each in found[1:] if each.ms <= most_ms)]
         self._candidates = {each.shape: each for each in found}
         guard = self._guards.of(at)
         self._chosen = chosen = self._decide(found, guard, moved=moved)
@@ -216,15 +233,26 @@ class GoodputPolicy(StepPolicy):
             chosen, self._rounds_left, self.last_reason = trial[:3]
         self._explored = trial is not None
         self._trial = None if trial is None else trial.request_ids
-        notes = RoundNotes(
-            trial is not None, predicted_ms=chosen.ms, expected_drafts=round(chosen.expected, 2)
-        )
-        self._answer = RoundSteps(
-            chosen.shape, notes=notes, budget=chosen.budget, calibration=self.drafts.pairs
-        )
+        self._answer = self._with_prompts = self._steps(chosen)
+        self._sizer.plan(load, batch.num_prompts, chosen.ms, size + chosen.expected)
+        if (batch.prompts or load.prompts) and trial is None and chosen.shape.depth:
+            self._with_prompts = self._steps(_best_beside(chosen, weigh(chosen)))
 
-    def _weighed(self, batch: DecodeBatch, load: Load) -> list[Candidate]:
-        """Return every shape with its best budget, plain rounds first."""
+    def _steps(self, chosen: Candidate) -> RoundSteps:
+        """Return the answer that asks for a candidate."""
+        notes = RoundNotes(
+            self._explored, predicted_ms=chosen.ms, expected_drafts=round(chosen.expected, 2)
+        )
+        calibration = self.drafts.pairs
+        return RoundSteps(chosen.shape, notes=notes, budget=chosen.budget, calibration=calibration)
+
+    def _weigher(
+        self, batch: DecodeBatch, load: Load
+    ) -> Callable[[Candidate | None], list[Candidate]]:
+        """Return what returns every shape with its best budget, plain rounds first.
+
+        Of rounds without prompts, or of those with prompts beside a candidate.
+        """
         size, most = batch.size, batch.max_draft_tokens
         bound = min(self.allowed.bound(size), max(batch.max_steps))
         sampled = load.work.sampled
@@ -234,18 +262,24 @@ class GoodputPolicy(StepPolicy):
         if min(batch.max_steps) < bound:
             caps = np.asarray(batch.max_steps)
             weights *= (caps[:, None] > np.arange(len(weights))).mean(axis=0)
-        found = self._planner.chains(
-            load,
-            survivals,
-            np.maximum(weights, 1e-9),
-            most if bound else 0,
-            may_admit=self.drafts.has_logprobs and self.per_sequence,
-        )
-        for tree in self.allowed.trees_of(size):
-            if tree.depth <= bound and tree.size * size <= most:
-                rates = self.drafts.tree_rates(tree, size, sampled)
-                found.append(self._planner.tree(load, tree, rates))
-        return found
+        trees = [
+            (tree, self.drafts.tree_rates(tree, size, sampled))
+            for tree in self.allowed.trees_of(size)
+            if tree.depth <= bound and tree.size * size <= most
+        ]
+
+        def weigh(beside: Candidate | None) -> list[Candidate]:
+            found = self._planner.chains(
+                load,
+                survivals,
+                np.maximum(weights, 1e-9),
+                most if bound else 0,
+                may_admit=self.drafts.has_logprobs and self.per_sequence,
+                beside=beside,
+            )
+            return found + [self._planner.tree(load, *each, beside) for each in trees]
+
+        return weigh
 
     def _decide(self, found: Sequence[Candidate], guard: SpeedGuard, *, moved: bool) -> Candidate:
         """Return the best candidate, or the present one if that is hardly better."""
@@ -257,7 +291,7 @@ class GoodputPolicy(StepPolicy):
         if present is not None and not moved and best is not present:
             dwells = self._rounds_at_shape < self.min_dwell_rounds
             # Depths change for a gain above noise, and turn off for any.
-            gain = 1.0 if best is found[0] else 1.015
+            gain = 1.0 if best is found[0] else _NOISE
             if dwells or best.tokens_per_ms < gain * present.tokens_per_ms:
                 self.last_reason = Reason.DWELL if dwells else Reason.STEADY
                 return present
@@ -297,6 +331,7 @@ class GoodputPolicy(StepPolicy):
             "predicted_goodput": {str(k): round(x.tokens_per_ms, 5) for k, x in found.items()},
             "predicted_ms": None if chosen is None else round(chosen.ms, 4),
             "predicted_tokens": None if chosen is None else round(size + chosen.expected, 4),
+            "prompt_tokens": self._sizer.snapshot(),
             "explored_share": round(self._exploration.fraction, 6),
             **self.drafts.snapshot(),
             "costs": self.costs.snapshot(),
@@ -305,3 +340,10 @@ class GoodputPolicy(StepPolicy):
             ),
             "break_even": self._planner.break_even(self._load, found),
         }
+
+
+def _best_beside(chosen: Candidate, found: Sequence[Candidate]) -> Candidate:
+    """Return the best of rounds with prompts; the shape of the others, if that is hardly worse."""
+    best = max(found, key=lambda each: each.tokens_per_ms)
+    same = [each for each in found if each.shape == chosen.shape]
+    return next((x for x in same if _NOISE * x.tokens_per_ms > best.tokens_per_ms), best)

@@ -5,11 +5,14 @@
 A_D(M) is the sum of the M largest survivals of all drafts of depth D, T the predicted time, P the
 prompt tokens that come with so many emitted tokens. A small round computes them nearly for free, a
 large one does not.
+
+Rounds with prompts have a depth and a budget of their own, because verified drafts compete with
+prompt tokens for the same arithmetic: the best beside the rounds without prompts, of which there
+are as many more as the chunk is larger than the prompt tokens of a round.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,50 +21,8 @@ import numpy as np
 
 from serve_spec.adaptive.costs import Costs, Work
 from serve_spec.adaptive.curves import Floats
-from serve_spec.adaptive.state import State, array
+from serve_spec.adaptive.prompts import Load
 from serve_spec.core.draft import DraftShape
-from serve_spec.core.record import StepRecord
-
-_CHUNK_FADE = 1.0 - 1.0 / 64.0
-
-
-@dataclass(frozen=True)
-class Load:
-    """Batch that rounds are planned for, and the prompts that come with it."""
-
-    work: Work  # its rounds, without drafts
-    prompts: float = 0.0  # prompt tokens per emitted token: requests that end make room for others
-    chunk: float = 0.0  # prompt tokens of a round that computes some
-
-
-class PromptLoad:
-    """Observes the prompts that come with requests, for `Load`."""
-
-    def __init__(self) -> None:
-        self._ended: Floats = np.zeros(2)  # prompt and emitted tokens of requests that ended lately
-        self._chunks: Floats = np.zeros(2)  # prompt tokens of rounds lately, and such rounds
-
-    def observe(self, record: StepRecord) -> None:
-        """Add a round."""
-        if record.num_prefill_tokens and record.batch_size:
-            self._chunks = _CHUNK_FADE * self._chunks + (record.num_prefill_tokens, 1.0)
-        if num := record.num_ended:
-            self._ended *= math.exp(-num / 32.0)
-            self._ended += record.num_ended_prompt_tokens, record.num_ended_tokens
-
-    def load(self, work: Work) -> Load:
-        """Return the load of a batch whose plain rounds are `work`."""
-        prompts, chunk = (sums[0] / max(sums[1], 1.0) for sums in (self._ended, self._chunks))
-        return Load(work, float(prompts), float(chunk))
-
-    def state(self) -> State:
-        """Return what outlives a restart."""
-        return {"ended": self._ended.tolist(), "chunks": self._chunks.tolist()}
-
-    def restore(self, state: State) -> None:
-        """Continue from a state; raise ValueError if it is none."""
-        ended, chunks = (array(state, name, (2,), 0.0) for name in ("ended", "chunks"))
-        self._ended, self._chunks = ended, chunks
 
 
 @dataclass(frozen=True)
@@ -84,13 +45,21 @@ class Planner:
         self.token_counts = list(token_counts)
 
     def chains(
-        self, load: Load, survivals: Floats, weights: Floats, most: int, *, may_admit: bool
+        self,
+        load: Load,
+        survivals: Floats,
+        weights: Floats,
+        most: int,
+        *,
+        may_admit: bool,
+        beside: Candidate | None = None,
     ) -> list[Candidate]:
         """Return the best candidate of each depth from 0 on.
 
         survivals: [R, K], survival of the drafts of R sampled requests. weights: [K], number of
         requests of the batch per sampled request, by position. most: maximum drafts of the round.
-        may_admit: whether budgets may be chosen.
+        may_admit: whether budgets may be chosen. beside: what rounds without prompts draft, for
+        candidates of rounds with prompts.
         """
         size, width = load.work.size, survivals.shape[1]
         order = np.argsort(-survivals, axis=None, kind="stable")
@@ -110,7 +79,7 @@ class Planner:
         ms = self.costs.chains_ms(load.work, np.append(budgets, all_drafts))[: width + 1]
         all_ms = np.diagonal(ms[:, len(budgets) :])
         ms = np.concatenate([ms[:, : len(budgets)], all_ms[:, None]], axis=1)
-        speeds = self._speeds(load, expected, rows, ms)
+        speeds = self._speeds(load, expected, rows, ms, beside)
         speeds[(rows > most) | (rows[:, -1:] < rows)] = 0.0
         found = []
         for depth, row in enumerate(speeds):
@@ -123,15 +92,20 @@ class Planner:
                 found.append(Candidate(DraftShape.chain(depth), budget, *map(float, figures)))
         return found
 
-    def tree(self, load: Load, shape: DraftShape, rates: Floats) -> Candidate:
-        """Return a tree, verified in full. rates: probability that a level is accepted."""
+    def tree(
+        self, load: Load, shape: DraftShape, rates: Floats, beside: Candidate | None = None
+    ) -> Candidate:
+        """Return a tree, verified in full. rates: probability that a level is accepted.
+
+        beside: see `chains`.
+        """
         size = load.work.size
         expected = size * float(np.cumprod(rates[: shape.depth]).sum())
         drafts = size * shape.size
         ms = self.costs.ms(load.work._replace(shape=shape, drafts=drafts))
         # As a round that drafts: entry 1 of two.
-        figures = (np.full((2, 1), float(x)) for x in (expected, drafts, ms))
-        speeds = self._speeds(load, *figures)
+        x, y, z = (np.full((2, 1), float(figure)) for figure in (expected, drafts, ms))
+        speeds = self._speeds(load, x, y, z, beside)
         return Candidate(shape, None, expected, ms, float(speeds[1, 0]))
 
     def scaled(self, budget: int, planned_size: int, size: int) -> int:
@@ -194,13 +168,43 @@ class Planner:
         steps = np.unique(np.linspace(0.0, most, 17)[1:].round())
         return steps[(steps > 0) & (steps < most)]
 
-    def _speeds(self, load: Load, expected: Floats, drafts: Floats, ms: Floats) -> Floats:
-        """Return tokens per ms [K + 1, M]; the first entry does not draft.
+    def _speeds(
+        self,
+        load: Load,
+        expected: Floats,
+        drafts: Floats,
+        ms: Floats,
+        beside: Candidate | None = None,
+    ) -> Floats:
+        """Return tokens per ms [K + 1, M]; the first entry does not draft. beside: see `chains`.
 
         Only plans that draft make draft KV of prompts.
         """
-        tokens = load.work.size + expected
+        size, tokens = load.work.size, load.work.size + expected
         prompts = load.prompts * tokens
-        usual = ms + self.costs.prompts_ms(load.work, drafts, ms, prompts, load.chunk)
-        usual[1:] += prompts[1:] * self.costs.entry_ms
+        if beside is not None:
+            return self._speeds_beside(load, beside, tokens, drafts, ms)
+        if load.chunk:
+            chunks = np.maximum(np.maximum(prompts, load.chunk), 1.0)
+            more = self.costs.prompts_ms(size, drafts, ms, chunks, load.pairs)
+            ms = ms + prompts / chunks * more
+        usual = np.array(ms)
+        usual[1:] += prompts[1:] * self.costs.prompts.entry_ms
         return np.asarray(tokens / usual)
+
+    def _speeds_beside(
+        self, load: Load, beside: Candidate, tokens: Floats, drafts: Floats, ms: Floats
+    ) -> Floats:
+        """Return tokens per ms of rounds with and without prompts together."""
+        size, rate, chunk = load.work.size, load.prompts, max(load.chunk, 1.0)
+        ms = ms + self.costs.prompts_ms(size, drafts, ms, np.full_like(ms, chunk), load.pairs)
+        other = size + beside.expected
+        # As many prompt tokens as come with the tokens of all rounds.
+        gap = chunk - rate * (tokens - other)
+        share = np.where(gap > 0.0, np.minimum(1.0, rate * other / np.maximum(gap, 1e-9)), 1.0)
+        if not rate:
+            share = np.ones_like(ms)
+        # If every round has a chunk, prompts limit what can be emitted.
+        emitted = np.minimum(tokens, chunk / rate) if rate else tokens
+        mean = share * np.where(share < 1.0, tokens, emitted) + (1.0 - share) * other
+        return np.asarray(mean / (share * ms + (1.0 - share) * beside.ms))

@@ -22,8 +22,8 @@ def work_of(record: StepRecord, max_steps: int) -> Work | None:
     if shape.is_chain and drafts:
         shape = DraftShape.chain(min(record.deepest or shape.depth, max_steps))
     context, sampled = record.num_tokens / size, record.num_sampled / size
-    prompts, entries = record.num_prefill_tokens, record.num_extend_tokens
-    return Work(size, context, sampled, shape, drafts, prompts, entries)
+    prompts, pairs = record.num_prefill_tokens, record.num_prefill_pairs
+    return Work(size, context, sampled, shape, drafts, prompts, pairs, record.num_extend_tokens)
 
 
 class RoundTimes:
@@ -39,7 +39,6 @@ class RoundTimes:
     def learn(self, records: Sequence[StepRecord], works: Sequence[Work | None]) -> None:
         """Learn from some rounds. works: what each computed; None: it does not count."""
         alike: dict[tuple[Work, bool], list[tuple[float, float, float]]] = defaultdict(list)
-        mixed: dict[int, list[tuple[Work, float]]] = defaultdict(list)
         for record, work in zip(records, works, strict=True):
             guard = self._guards.of(bucket(record.num_planned_seqs))
             guard.rounds_left = max(0, guard.rounds_left - 1)
@@ -51,14 +50,10 @@ class RoundTimes:
                 key = work._replace(context=0.0, entries=0), record.is_plain
                 tokens = record.num_output_tokens / record.batch_size
                 alike[key].append((record.step_ms, work.context, tokens))
-            elif self._costs.is_mostly_decoding(work):
-                mixed[bucket(work.size)].append((work, record.step_ms))
             else:
-                self._costs.learn_entries(work, record.step_ms)
+                self._costs.learn_prompts(work, record.step_ms)
         for (work, is_plain), rounds in alike.items():
             self._learn_alike(work, is_plain, rounds)
-        for some in mixed.values():
-            self._costs.learn_mixed(*zip(*some, strict=True))
 
     def _learn_alike(
         self, work: Work, is_plain: bool, rounds: Sequence[tuple[float, float, float]]

@@ -204,7 +204,9 @@ def _with_captured_sizes(
     # Of batches without graphs, budgets are weighed at the same distances.
     most = min(max_num_seqs * (deepest.shape.size + 1), worker.settings.max_tokens)
     counts += [count for count in token_counts(most) if counts and count > counts[-1]]
-    return replace(policy, cuda_graph_bs=batch_sizes(max_num_seqs), token_counts=counts)
+    mixed = [size.tokens for size in next(iter(worker.stages.mixed.values())).sizes]
+    sizes = batch_sizes(max_num_seqs)
+    return replace(policy, cuda_graph_bs=sizes, token_counts=counts, prompt_counts=mixed)
 
 
 @dataclass(frozen=True)
@@ -444,7 +446,8 @@ def _policy(config: ServeSpecConfig, loaded: LoadedModels) -> PolicySettings:
     # On CPUs every verified token costs, and small trees were no faster than chains.
     adds_trees = loaded.device.type == "cuda" and loaded.target.spec.takes_trees
     most_steps = None if loaded.head is None else loaded.head.max_steps
-    return PolicySettings.of(config.speculative, most_steps, may_branch=adds_trees)
+    policy = PolicySettings.of(config.speculative, most_steps, may_branch=adds_trees)
+    return replace(policy, limits=config.scheduler)
 
 
 def _check_sizes(

@@ -19,8 +19,9 @@ from serve_spec.adaptive.costs import Costs, Work
 from serve_spec.adaptive.drafts import DraftCalibration, PositionRates, logits
 from serve_spec.adaptive.exploration import SpeedGuard
 from serve_spec.adaptive.goodput import AllowedShapes, GoodputPolicy
-from serve_spec.adaptive.planner import Load, Planner, PromptLoad
+from serve_spec.adaptive.planner import Planner
 from serve_spec.adaptive.policy import StaticPolicy
+from serve_spec.adaptive.prompts import Load, PromptLoad
 from serve_spec.bench.trace import load_traces
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepTimes
@@ -311,46 +312,20 @@ class TestCosts:
         self.costs.age(16, 5000)
         assert self.ms() == pytest.approx(before, rel=0.04)
 
-    @pytest.mark.parametrize("also", [{}, {"entries": 2000}])
-    def test_no_time_diverges(self, also):
+    def test_no_time_diverges(self):
         rng, before = np.random.default_rng(0), [self.ms(depth) for depth in range(8)]
         for _ in range(500):
-            work = self.work(int(rng.integers(0, 8)), **also)
+            work = self.work(int(rng.integers(0, 8)))
             self.costs.learn(work, float(rng.lognormal(3, 2)))
         assert all(0.49 < self.ms(k) / ms < 2.02 for k, ms in enumerate(before))
-        assert 0.0 <= self.costs.entry_ms <= self.costs.table.draft_ms[4][0]
 
-    def test_rounds_of_mostly_prompts_teach_nothing_about_shapes(self):
-        before = self.ms(), self.costs.entry_ms
-        for entries in (0, 2000):
-            work = self.work(prompts=200, entries=entries)
-            assert not self.costs.is_usual(work)
-            self.costs.learn_entries(work, 500.0)
-        assert (self.ms(), self.costs.entry_ms) == before
-
-    def test_rounds_with_prompts_have_a_residual_of_their_own(self):
-        """On GPUs other kernels compute a batch that has prompts, too."""
-        before, work = self.ms(), self.work(prompts=32)
+    @pytest.mark.parametrize("also", [{"prompts": 200}, {"entries": 2000}])
+    def test_rounds_with_prompts_teach_nothing_about_shapes(self, also):
+        before, work = self.ms(), self.work(**also)
         assert not self.costs.is_usual(work)
-        assert self.costs.is_mostly_decoding(work)
-        drafts, ms, prompts = np.array([48.0]), np.array([self.ms()]), np.array([32.0])
-        usual = ms + self.costs.prompts_ms(work, drafts, ms, prompts, 32.0)
         for _ in range(20):
-            self.costs.learn_mixed([work] * 8, [1.4 * usual[0]] * 7 + [20 * usual[0]])
-        mixed = ms + self.costs.prompts_ms(work, drafts, ms, prompts, 32.0)
-        assert mixed[0] == pytest.approx(1.4 * usual[0], rel=0.02)
-        half = ms + self.costs.prompts_ms(work, drafts, ms, prompts / 2, 32.0)
-        assert half[0] == pytest.approx((ms[0] + mixed[0]) / 2)
+            self.costs.learn_prompts(work, 5.0 * before)
         assert self.ms() == before
-
-    def test_what_missing_draft_kv_takes_is_no_cost_of_shapes(self):
-        before = self.ms()
-        for _ in range(20):
-            work = self.work(entries=2000)
-            assert not self.costs.is_usual(work)
-            self.costs.learn_entries(work, self.ms() + 40.0)
-        assert self.ms() == before
-        assert self.costs.entry_ms == pytest.approx(0.02)
 
 
 def test_the_guard_closes_at_a_loss_alone_for_longer_each_time():
@@ -402,7 +377,7 @@ def test_prompts_make_drafts_less_gainful_by_the_draft_kv_that_they_need():
     planner = Planner(Costs(recorded_table(GPU_8B, SIZES)))
     for _ in range(20):
         work = Work(8, 128.0, 0.0, CHAIN(3), 24, entries=2000)
-        planner.costs.learn_entries(work, planner.costs.ms(work) + 2.0)
+        planner.costs.learn_prompts(work, planner.costs.ms(work) + 2.0)
     loads = PromptLoad()
     loads.observe(
         verified_round([], 0, 0, num_ended=1, num_ended_prompt_tokens=512, num_ended_tokens=64)
@@ -415,19 +390,23 @@ def test_prompts_make_drafts_less_gainful_by_the_draft_kv_that_they_need():
     plain, with_prompts = (
         (8 + expected) / planner._speeds(load, expected, drafts, ms) for load in (without, found)
     )
-    added = planner.costs.prompts_ms(without.work, drafts, ms, 8.0 * (8 + expected), 96.0)
+    tokens = 8.0 * (8 + expected)
+    chunks = np.maximum(tokens, 96.0)
+    added = tokens / chunks * planner.costs.prompts_ms(8, drafts, ms, chunks, found.pairs)
     assert with_prompts[0] == pytest.approx(plain[0] + added[0])
-    assert with_prompts[1] == pytest.approx(plain[1] + added[1] + 20 * 8.0 * 0.001)
+    assert planner.costs.prompts.entry_ms == pytest.approx(0.001, rel=0.1)
+    of_entries = 20 * 8.0 * planner.costs.prompts.entry_ms
+    assert with_prompts[1] == pytest.approx(plain[1] + added[1] + of_entries)
 
 
 def test_prompts_count_where_drafts_leave_no_room_for_them():
     """The rounds of few tokens read weights meanwhile, those of many only compute."""
     costs = Costs(recorded_table(GPU_8B, SIZES))
     drafts, ms = np.array([0.0, 224.0]), np.array([5.0, 9.0])
-    few, many = costs.prompts_ms(Work(32, 128.0), drafts, ms, np.full(2, 64.0), 64.0)
+    few, many = costs.prompts_ms(32, drafts, ms, np.full(2, 64.0), 0.0)
     assert many > 2 * few
-    rare = costs.prompts_ms(Work(32, 128.0), drafts[:1], ms[:1], np.full(1, 64.0), 256.0)[0]
-    assert rare > few, "a chunk of four rounds' prompts finds less room in one of them"
+    rare = costs.prompts_ms(32, drafts[:1], ms[:1], np.full(1, 256.0), 0.0)[0]
+    assert rare / 4 > few, "a chunk of four rounds' prompts finds less room in one of them"
     survivals = np.tile(0.8 ** np.arange(1.0, 8.0), (4, 1))
     without, found = (
         max(
