@@ -14,7 +14,8 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.simulator import Phase, RoundCosts, Simulator
-from serve_spec.adaptive.goodput import SMALL_TREES, AllowedShapes, GoodputPolicy
+from serve_spec.adaptive.candidates import SMALL_TREES, AllowedShapes
+from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
 from serve_spec.bench.trace import load_traces
 from serve_spec.bench.workload import CLASSES, TextKind

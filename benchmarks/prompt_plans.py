@@ -16,6 +16,7 @@ from statistics import median, quantiles
 from typing import NamedTuple
 
 from serve_spec.adaptive import AdaptiveController
+from serve_spec.adaptive.prompts import PromptLimits
 from serve_spec.adaptive.settings import PolicySettings
 from serve_spec.config import SchedulerConfig
 from serve_spec.config.cost_table import FORMAT_VERSION, CostKey, CostTable
@@ -210,8 +211,7 @@ def settings_of(depth: str, limits: SchedulerConfig) -> PolicySettings:
         adaptive=not is_fixed,
         max_steps=MAX_STEPS,
         token_counts=token_counts(512),
-        prompt_counts=mixed_token_counts(2048),
-        limits=limits,
+        prompts=PromptLimits(limits, mixed_token_counts(2048)),
     )
 
 

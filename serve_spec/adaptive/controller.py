@@ -44,7 +44,7 @@ class AdaptiveController:
         self._kept: Mapping[str, Any] = {}
         self._policy = settings.build(settings.shape.depth, costs)
         # Under policies that leave the prompt tokens of a step open.
-        self._prompts = MeasuredPrompts(settings.limits, settings.prompt_counts)
+        self._prompts = MeasuredPrompts(settings.prompts)
         self.shapes = settings.shapes  # that the worker must build beside `PLAIN`; never grows
         self.switch_reason: Reason | None = None  # why the last shape differs from the one before
         self.notes = NO_NOTES  # the policy's, on its last answer

@@ -7,12 +7,11 @@ fraction of the time. `SpeedGuard` turns speculation off where it was measured t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
+from serve_spec.adaptive.candidates import NOISE, AllowedShapes, Candidates
 from serve_spec.adaptive.costs import Costs, Work, bucket
 from serve_spec.adaptive.drafts import DraftKnowledge
 from serve_spec.adaptive.exploration import (
@@ -24,51 +23,19 @@ from serve_spec.adaptive.exploration import (
 )
 from serve_spec.adaptive.planner import Candidate, Planner
 from serve_spec.adaptive.policy import StepPolicy
-from serve_spec.adaptive.prompts import Load, PromptLoad, PromptSizer
+from serve_spec.adaptive.prompts import (
+    NO_LIMITS,
+    Load,
+    PromptLimits,
+    PromptLoad,
+    PromptSizer,
+)
 from serve_spec.adaptive.round_times import RoundTimes, work_of
 from serve_spec.adaptive.state import Learner, State, section
-from serve_spec.config import SchedulerConfig
-from serve_spec.config.adaptive_file import slot_of
 from serve_spec.config.cost_table import CostTable
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepRecord
 from serve_spec.core.round import DecodeBatch, Reason, RoundNotes, RoundSteps
-
-SMALL_TREES = {1: (DraftShape(4, 15, 4), DraftShape(6, 31, 4)), 9: ()}
-"""Trees that goodput may choose though none are configured, by the least batch size."""
-DEFAULT_MAX_STEPS = 7
-DEFAULT_LIMITS = SchedulerConfig()
-_NOISE = 1.015
-"""Factor between predicted speeds that are hardly different."""
-
-
-@dataclass(frozen=True)
-class AllowedShapes:
-    """Shapes that goodput may choose.
-
-    `bounds`: most steps by the lower bound of a batch-size slot; empty: `max_steps` everywhere.
-    `trees`: what a batch may draft instead of chains, by the same slots.
-    """
-
-    max_steps: int = DEFAULT_MAX_STEPS
-    bounds: Mapping[int, int] = field(default_factory=dict)
-    trees: Mapping[int, Sequence[DraftShape]] = field(default_factory=dict)
-
-    @property
-    def shapes(self) -> tuple[DraftShape, ...]:
-        """Every chain, then every tree."""
-        branched = sorted({tree for shapes in self.trees.values() for tree in shapes})
-        return (*map(DraftShape.chain, range(self.max_steps + 1)), *branched)
-
-    def bound(self, batch_size: int) -> int:
-        """Return the most steps of a batch."""
-        if not self.bounds:
-            return self.max_steps
-        return min(self.max_steps, self.bounds[slot_of(self.bounds, batch_size)])
-
-    def trees_of(self, batch_size: int) -> Sequence[DraftShape]:
-        """Return the trees that a batch may draft."""
-        return self.trees[slot_of(self.trees, batch_size)] if self.trees else ()
 
 
 class GoodputPolicy(StepPolicy):
@@ -78,7 +45,7 @@ class GoodputPolicy(StepPolicy):
     per_sequence: whether rounds may have budgets, so that requests verify different numbers.
     accept_rates: expected by position; None: a default.
     token_counts: tokens that captured graphs verify; empty: any number costs its own.
-    limits: of the prompt tokens of a round. prompt_counts: as token_counts, of rounds with prompts.
+    prompts: limits of the prompt tokens of a round.
     """
 
     state_version = 4
@@ -93,8 +60,7 @@ class GoodputPolicy(StepPolicy):
         initial_steps: int = 3,
         accept_rates: Sequence[float] | None = None,
         token_counts: Sequence[int] = (),
-        limits: SchedulerConfig = DEFAULT_LIMITS,
-        prompt_counts: Sequence[int] = (),
+        prompts: PromptLimits = NO_LIMITS,
     ) -> None:
         self.costs = Costs(costs)
         self.allowed = allowed or AllowedShapes()
@@ -112,7 +78,8 @@ class GoodputPolicy(StepPolicy):
         self._candidates: dict[DraftShape, Candidate] = {}
         self._chosen: Candidate | None = None
         self._answer = self._with_prompts = RoundSteps(self._shape)
-        self._sizer = PromptSizer(self.costs.prompts, limits, prompt_counts)
+        self._sizer = PromptSizer(self.costs.prompts, prompts)
+        self._weigher = Candidates(self.allowed, self._planner, self.drafts, per_sequence)
         self._explored = False
         self._trial: frozenset[str] | None = None
         self._ngram_steps = self._rounds_without_ngrams = 0
@@ -210,9 +177,9 @@ class GoodputPolicy(StepPolicy):
         size = batch.size
         work = Work(size, batch.context, batch.num_sampled / size)
         self._load = load = self._prompts.load(work)
-        weigh = self._weigher(batch, load)
-        found = weigh(None)
-        if (most_ms := self._sizer.limits.max_inter_token_ms) is not None:
+        is_drafting = self._shape.depth > 0
+        found = self._weigher.weighed(batch, load, is_drafting=is_drafting)
+        if (most_ms := self._sizer.limits.config.max_inter_token_ms) is not None:
             found = [found[0], *(each for each in found[1:] if each.ms <= most_ms)]
         self._candidates = {each.shape: each for each in found}
         guard = self._guards.of(at)
@@ -236,7 +203,8 @@ class GoodputPolicy(StepPolicy):
         self._answer = self._with_prompts = self._steps(chosen)
         self._sizer.plan(load, batch.num_prompts, chosen.ms, size + chosen.expected)
         if (batch.prompts or load.prompts) and trial is None and chosen.shape.depth:
-            self._with_prompts = self._steps(_best_beside(chosen, weigh(chosen)))
+            beside = self._weigher.beside(batch, load, chosen, is_drafting=is_drafting)
+            self._with_prompts = self._steps(beside)
 
     def _steps(self, chosen: Candidate) -> RoundSteps:
         """Return the answer that asks for a candidate."""
@@ -245,41 +213,6 @@ class GoodputPolicy(StepPolicy):
         )
         calibration = self.drafts.pairs
         return RoundSteps(chosen.shape, notes=notes, budget=chosen.budget, calibration=calibration)
-
-    def _weigher(
-        self, batch: DecodeBatch, load: Load
-    ) -> Callable[[Candidate | None], list[Candidate]]:
-        """Return what returns every shape with its best budget, plain rounds first.
-
-        Of rounds without prompts, or of those with prompts beside a candidate.
-        """
-        size, most = batch.size, batch.max_draft_tokens
-        bound = min(self.allowed.bound(size), max(batch.max_steps))
-        sampled = load.work.sampled
-        survivals = self.drafts.survivals(size if self._shape.depth else 1, sampled)
-        survivals = survivals[:, : max(bound, 1)]
-        weights = np.full(survivals.shape[1], size / len(survivals))
-        if min(batch.max_steps) < bound:
-            caps = np.asarray(batch.max_steps)
-            weights *= (caps[:, None] > np.arange(len(weights))).mean(axis=0)
-        trees = [
-            (tree, self.drafts.tree_rates(tree, size, sampled))
-            for tree in self.allowed.trees_of(size)
-            if tree.depth <= bound and tree.size * size <= most
-        ]
-
-        def weigh(beside: Candidate | None) -> list[Candidate]:
-            found = self._planner.chains(
-                load,
-                survivals,
-                np.maximum(weights, 1e-9),
-                most if bound else 0,
-                may_admit=self.drafts.has_logprobs and self.per_sequence,
-                beside=beside,
-            )
-            return found + [self._planner.tree(load, *each, beside) for each in trees]
-
-        return weigh
 
     def _decide(self, found: Sequence[Candidate], guard: SpeedGuard, *, moved: bool) -> Candidate:
         """Return the best candidate, or the present one if that is hardly better."""
@@ -291,7 +224,7 @@ class GoodputPolicy(StepPolicy):
         if present is not None and not moved and best is not present:
             dwells = self._rounds_at_shape < self.min_dwell_rounds
             # Depths change for a gain above noise, and turn off for any.
-            gain = 1.0 if best is found[0] else _NOISE
+            gain = 1.0 if best is found[0] else NOISE
             if dwells or best.tokens_per_ms < gain * present.tokens_per_ms:
                 self.last_reason = Reason.DWELL if dwells else Reason.STEADY
                 return present
@@ -340,10 +273,3 @@ class GoodputPolicy(StepPolicy):
             ),
             "break_even": self._planner.break_even(self._load, found),
         }
-
-
-def _best_beside(chosen: Candidate, found: Sequence[Candidate]) -> Candidate:
-    """Return the best of rounds with prompts; the shape of the others, if that is hardly worse."""
-    best = max(found, key=lambda each: each.tokens_per_ms)
-    same = [each for each in found if each.shape == chosen.shape]
-    return next((x for x in same if _NOISE * x.tokens_per_ms > best.tokens_per_ms), best)

@@ -92,15 +92,25 @@ class PromptLoad:
         self._ended, self._chunks = ended, chunks
 
 
+@dataclass(frozen=True)
+class PromptLimits:
+    """What bounds the prompt tokens of a step.
+
+    token_counts: tokens of captured steps with prompts, ascending; empty: any number costs its own.
+    """
+
+    config: SchedulerConfig
+    token_counts: Sequence[int] = ()
+
+
+NO_LIMITS = PromptLimits(SchedulerConfig())
+
+
 class PromptSizer:
     """Plans a chunk for some rounds, and fits it to every one of them."""
 
-    def __init__(
-        self, costs: PromptCosts, limits: SchedulerConfig, token_counts: Sequence[int] = ()
-    ) -> None:
-        """token_counts: tokens of captured steps with prompts, ascending; empty: any number."""
+    def __init__(self, costs: PromptCosts, limits: PromptLimits) -> None:
         self.costs, self.limits = costs, limits
-        self.token_counts = list(token_counts)
         self.goal = math.inf
         self._usual_ms = 0.0
 
@@ -113,10 +123,15 @@ class PromptSizer:
         size, rate = load.work.size, tokens / load.work.size
         if not load.prompts or not self.costs.is_known:
             return
-        chunks = np.array(self._chunks(size, self.limits.max_num_batched_tokens), dtype=float)
-        if not len(chunks):
-            return
-        curve = np.array([self.costs.curve_ms(size, tokens - size, each) for each in chunks])
+        chunks = self._chunks(size, self.limits.config.max_num_batched_tokens)
+        if chunks:
+            self.goal = self._goal(load, np.array(chunks, dtype=float), num_prompts, rate)
+
+    def _goal(self, load: Load, chunks: Floats, num_prompts: int, rate: float) -> float:
+        """Return the smallest chunk that is hardly slower than the best. rate: tokens a request."""
+        size, round_ms = load.work.size, self._usual_ms
+        drafts = size * (rate - 1.0)
+        curve = np.array([self.costs.curve_ms(size, drafts, each) for each in chunks])
         more = self.costs.more_ms(np.full(len(chunks), round_ms), curve, chunks * load.pairs)
         requests, decodes = size + num_prompts, load.emitted / rate
         alone = load.prompt / chunks
@@ -125,7 +140,7 @@ class PromptSizer:
         rate_of_requests = requests / (decodes + waits)
         share = np.minimum(1.0, rate_of_requests * alone)
         speeds = rate_of_requests / (round_ms + share * more)
-        self.goal = float(chunks[int((speeds >= _AS_FAST * speeds.max()).argmax())])
+        return float(chunks[int((speeds >= _AS_FAST * speeds.max()).argmax())])
 
     def tokens(self, batch: DecodeBatch, drafts: int, round_ms: float) -> int:
         """Return the prompt tokens of a step that verifies `drafts`, `round_ms` without them."""
@@ -156,16 +171,17 @@ class PromptSizer:
 
     def _limit_ms(self) -> float:
         """Return the most milliseconds of a step with prompts."""
-        limit = self.limits.max_step_ratio * (self._usual_ms or math.inf)
-        bound = self.limits.max_inter_token_ms
+        limit = self.limits.config.max_step_ratio * (self._usual_ms or math.inf)
+        bound = self.limits.config.max_inter_token_ms
         return limit if bound is None else min(limit, bound / self.costs.late)
 
     def _chunks(self, num_rows: int, most: int) -> list[int]:
         """Return chunks below `most`, ascending, that fill a step of `num_rows` other tokens."""
-        if not self.token_counts:
+        counts = self.limits.token_counts
+        if not counts:
             return [size for size in _SIZES if size < most]
-        sizes = [count - num_rows for count in self.token_counts]
-        beyond = range(self.token_counts[-1] + 512 - num_rows, most, 512)
+        sizes = [count - num_rows for count in counts]
+        beyond = range(counts[-1] + 512 - num_rows, most, 512)
         return [size for size in (*sizes, *beyond) if _FEW <= size < most]
 
 
@@ -186,8 +202,8 @@ class MeasuredPrompts:
 
     PLAN_ROUNDS = 16
 
-    def __init__(self, limits: SchedulerConfig, token_counts: Sequence[int] = ()) -> None:
-        self.sizer = PromptSizer(PromptCosts(), limits, token_counts)
+    def __init__(self, limits: PromptLimits) -> None:
+        self.sizer = PromptSizer(PromptCosts(), limits)
         self._load = PromptLoad()
         self._round_ms: dict[tuple[int, DraftShape], float] = {}
         self._rate = 1.0  # tokens per request and round

@@ -7,19 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from serve_spec.adaptive.candidates import DEFAULT_MAX_STEPS, SMALL_TREES, AllowedShapes
 from serve_spec.adaptive.ema import AdaptiveSpeculativeParams, EmaPolicy
-from serve_spec.adaptive.goodput import (
-    DEFAULT_LIMITS,
-    DEFAULT_MAX_STEPS,
-    SMALL_TREES,
-    AllowedShapes,
-    GoodputPolicy,
-)
+from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.per_request import MAX_STEPS as PER_REQUEST_STEPS
 from serve_spec.adaptive.per_request import PerRequestPolicy
 from serve_spec.adaptive.plugin import build_policy, load_policy
 from serve_spec.adaptive.policy import PolicyContext, StaticPolicy, StepPolicy
-from serve_spec.config import SchedulerConfig, SpeculativeConfig
+from serve_spec.adaptive.prompts import NO_LIMITS, PromptLimits
+from serve_spec.config import SpeculativeConfig
 from serve_spec.config.adaptive_file import SlotConfig, load_slots
 from serve_spec.config.cost_table import CostTable
 from serve_spec.config.speculative import Strategy, is_plugin, parse_update
@@ -48,8 +44,7 @@ class PolicySettings:
     has_small_trees: bool = False  # whether goodput adds trees for few requests
     cuda_graph_bs: Sequence[int] | None = None  # batch sizes of captured graphs
     token_counts: Sequence[int] = ()  # tokens that captured graphs verify, ascending
-    prompt_counts: Sequence[int] = ()  # the same of graphs with prompts
-    limits: SchedulerConfig = DEFAULT_LIMITS  # of the prompt tokens of a step
+    prompts: PromptLimits = NO_LIMITS  # of the prompt tokens of a step
 
     @classmethod
     def of(
@@ -164,8 +159,7 @@ class PolicySettings:
             initial_steps=initial_steps,
             accept_rates=accept_rates or None,
             token_counts=self.token_counts,
-            limits=self.limits,
-            prompt_counts=self.prompt_counts,
+            prompts=self.prompts,
         )
 
     def _context(self, initial_steps: int, costs: CostTable | None) -> PolicyContext:

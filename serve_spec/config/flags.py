@@ -54,6 +54,7 @@ FLAGS = (
     Flag(("--enable-torch-compile",), "torch_compile", fixed=True),
     Flag(("--max-num-seqs", "--max-running-requests"), "max_num_seqs"),
     *_named_as("max_num_batched_tokens", "chunked_prefill_size", "max_queued_requests"),
+    *_named_as("max_inter_token_ms", "max_step_ratio"),
     *_named_as("host", "port"),
     *_named_as("per_request_spec_decode_metrics"),
     Flag(("--api-key",), "api_keys"),
@@ -66,10 +67,17 @@ NO_EFFECT = {
     "--trust-remote-code": "no effect: models are part of serve_spec, and remote code never runs",
     "--enable-auto-tool-choice": "no effect: tools are always accepted; see --tool-call-parser",
     "--torch-compile-max-bs": "no effect: layers are compiled for all batch sizes",
+    "--enable-chunked-prefill": "no effect: prompts are split; see --chunked-prefill-size",
+    "--enable-mixed-chunk": "no effect: prompts run beside decoding requests",
     "--log-level": "no effect: SERVE_SPEC_LOG_LEVEL sets the level",
 }
 """Flags that are accepted because common commands have them."""
-_WITHOUT_VALUE = ("--trust-remote-code", "--enable-auto-tool-choice")
+_WITHOUT_VALUE = (
+    "--trust-remote-code",
+    "--enable-auto-tool-choice",
+    "--enable-chunked-prefill",
+    "--enable-mixed-chunk",
+)
 
 SPECULATIVE_CONFIG = {
     "method": "speculative_algorithm",
@@ -121,12 +129,17 @@ UNSUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "swap_space": ((None, 0, 4), "leave it out; preempted requests are computed anew"),
     "disable_log_stats": ((None, False, True), ""),
     "disable_custom_all_reduce": (_NONE, "leave it out; ranks of one host add in shared memory"),
-    "enable_chunked_prefill": ((None, True), "raise chunked_prefill_size"),
+    "enable_chunked_prefill": ((None, True), "use chunked_prefill_size=null"),
+    "long_prefill_token_threshold": ((None, 0), "use chunked_prefill_size, or max_inter_token_ms"),
+    "max_num_partial_prefills": ((None, 1), "leave it out; prompts share the steps"),
+    "max_long_partial_prefills": ((None, 1), "leave it out; short prompts pass long ones"),
+    "max_prefill_tokens": (_NONE, "use max_num_batched_tokens"),
 }
 """Arguments of vLLM's engine that have no flag here: values that change nothing, and a remedy."""
 
 _LIST_KEYS = ("served_model_name", "api_keys")
 _WORDS = {
+    "chunked_prefill_size": {"-1": "null"},
     "dtype": {"half": "float16", "float": "float32"},
     "speculative_algorithm": {"DRAFT_MODEL": "STANDALONE", "NEXTN": "MTP"},
 }

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from serve_spec.adaptive import AdaptiveController, PolicySettings
+from serve_spec.adaptive.prompts import PromptLimits
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.drafts import METHODS
 from serve_spec.config.speculative import ignored_adaptive_keys
@@ -41,6 +42,7 @@ from serve_spec.profile.measure import (
     ProfileLimits,
     TimeBudget,
     measure_costs,
+    plain_step_ms,
 )
 from serve_spec.profile.source import Clock, CostSource, cost_key
 from serve_spec.scheduler.scheduler import Scheduler
@@ -118,6 +120,7 @@ def _build_engine(
     costs = _cost_source(config, worker, policy, cache)
     with stage("measuring or reading the costs of steps"):
         table = costs.obtain() if policy.needs_costs else None
+    _check_bound(config, worker)
     if _captures_graphs(config, loaded.device):
         policy = _with_captured_sizes(policy, worker, config.scheduler.max_num_seqs)
     controller = AdaptiveController(policy, table, logger.warning)
@@ -144,6 +147,19 @@ def _build_engine(
         costs,
         policy_cache,
     )
+
+
+def _check_bound(config: ServeSpecConfig, worker: SpecWorker) -> None:
+    """Raise ValueError for a bound that the shortest step does not keep."""
+    bound = config.scheduler.max_inter_token_ms
+    if bound is None:
+        return
+    ms = plain_step_ms(worker, config.cache.page_size)
+    if ms > bound:
+        raise ValueError(
+            f"max_inter_token_ms={bound}: no step can hold it; one of a single request without "
+            f"drafts or prompts takes {ms:.3g} ms here; raise it above that"
+        )
 
 
 def _check_first_logits(
@@ -205,8 +221,12 @@ def _with_captured_sizes(
     most = min(max_num_seqs * (deepest.shape.size + 1), worker.settings.max_tokens)
     counts += [count for count in token_counts(most) if counts and count > counts[-1]]
     mixed = [size.tokens for size in next(iter(worker.stages.mixed.values())).sizes]
-    sizes = batch_sizes(max_num_seqs)
-    return replace(policy, cuda_graph_bs=sizes, token_counts=counts, prompt_counts=mixed)
+    return replace(
+        policy,
+        cuda_graph_bs=batch_sizes(max_num_seqs),
+        token_counts=counts,
+        prompts=replace(policy.prompts, token_counts=mixed),
+    )
 
 
 @dataclass(frozen=True)
@@ -447,7 +467,7 @@ def _policy(config: ServeSpecConfig, loaded: LoadedModels) -> PolicySettings:
     adds_trees = loaded.device.type == "cuda" and loaded.target.spec.takes_trees
     most_steps = None if loaded.head is None else loaded.head.max_steps
     policy = PolicySettings.of(config.speculative, most_steps, may_branch=adds_trees)
-    return replace(policy, limits=config.scheduler)
+    return replace(policy, prompts=PromptLimits(config.scheduler))
 
 
 def _check_sizes(

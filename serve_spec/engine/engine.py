@@ -366,7 +366,6 @@ def step_record(
     has_model, has_ngrams = scheduler.drafts.has_model, scheduler.drafts.ngrams is not None
     drafted = [req.model_steps if has_model else req.num_steps for req in planned]
     num_drafts = sum([each.num_drafts for each in decoded])
-    numbers = [each.number for each in live]
     logprobs = result.draft_logprobs if plan.shape.depth else None
     num_queries, num_hits = queue.take_prefix_counts()
     return StepRecord(
@@ -376,7 +375,7 @@ def step_record(
         drafted_per_req=tuple([each.scheduled.num_draft_tokens for each in live])
         if plan.budget is not None
         else (),
-        draft_logprobs=None if logprobs is None else logprobs[numbers],
+        draft_logprobs=None if logprobs is None else logprobs[[each.number for each in live]],
         budget=plan.budget,
         correct_per_req=tuple([each.num_correct_drafts for each in live]),
         is_sampled=tuple([not each.scheduled.params.is_greedy for each in live]),

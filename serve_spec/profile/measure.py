@@ -33,6 +33,8 @@ _SAMPLED_POINTS = 3
 _SAMPLED_PAIRS = 5
 _TEMPERATURE = 0.8
 _LEAST_MS = 1e-6
+_SHORTEST = 8
+"""Tokens of context of the shortest step."""
 _ESSENTIAL_BUDGETS = 3.0
 """Budgets that the points which every table needs may take on a busy machine."""
 
@@ -153,6 +155,21 @@ def measure_costs(
         **profiler.costs(contexts, sizes, steps, grid.trees),
     )
     return MeasuredCosts(table, profiler.is_rough(contexts[0], sizes))
+
+
+def plain_step_ms(worker: SpecWorker, page_size: int) -> float:
+    """Return the median milliseconds of a step of one request without drafts or prompts.
+
+    It writes to page 0 and the next, which no sequence may hold.
+    """
+    plans = SyntheticPlans(page_size, worker.vocab_size, worker.slots_past)
+    plan = plans.plan(Point(_SHORTEST, 1, PLAIN), 0.0)
+    times = []
+    for _ in range(WARM_UP_RUNS + MEASURED_RUNS):
+        started = time.perf_counter()
+        worker.execute(plan)
+        times.append((time.perf_counter() - started) * 1e3)
+    return median(times[WARM_UP_RUNS:])
 
 
 def finish(

@@ -28,11 +28,6 @@ class Prompt:
         """Tokens that the target has not computed."""
         return len(self.seq) - self.start
 
-    @property
-    def pending(self) -> PendingPrompt:
-        """Return what a policy needs to know of it."""
-        return PendingPrompt(self.start, self.num_pending)
-
 
 def in_turn(prompts: SequenceOf[Prompt]) -> list[Prompt]:
     """Return prompts in the order in which their tokens are computed."""
@@ -54,8 +49,17 @@ def max_prompt_tokens(
     return min(room, size)
 
 
+def pending_prompts(
+    prompts: SequenceOf[Prompt], limits: SchedulerConfig, room: int, num_decoding: int
+) -> tuple[list[PendingPrompt], int]:
+    """Return prompts for the policy, and the most tokens of them that a step may compute."""
+    pending = [PendingPrompt(prompt.start, prompt.num_pending) for prompt in prompts]
+    most = max_prompt_tokens(limits, max(0, room), num_decoding)
+    return pending, min(most, sum(prompt.num_tokens for prompt in pending))
+
+
 def prefill_requests(
-    prompts: SequenceOf[Prompt], budget: int, *, chunked: bool
+    prompts: SequenceOf[Prompt], budget: int, limits: SchedulerConfig
 ) -> list[ScheduledRequest]:
     """Return prefill chunks of prompts that hold pages, in their order, of `budget` tokens.
 
@@ -66,7 +70,7 @@ def prefill_requests(
     for prompt in prompts:
         seq, start, count = prompt.seq, prompt.start, prompt.num_pending
         is_first = not reqs
-        if chunked:
+        if limits.chunked_prefill_size is not None:
             count = min(count, max(budget, 1 if is_first else 0))
         elif count > budget and not is_first:
             count = 0

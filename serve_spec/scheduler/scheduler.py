@@ -15,7 +15,12 @@ from serve_spec.core.request import FinishReason
 from serve_spec.core.round import AS_DRAWN, DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
-from serve_spec.scheduler.prompts import Prompt, max_prompt_tokens, prefill_requests
+from serve_spec.scheduler.prompts import (
+    Prompt,
+    max_prompt_tokens,
+    pending_prompts,
+    prefill_requests,
+)
 from serve_spec.scheduler.queue import RequestQueue
 from serve_spec.scheduler.requests import (
     DraftSource,
@@ -105,7 +110,9 @@ class Scheduler:
         ):
             return None
         reqs_before = [in_flight.get(seq.request_id) for seq in decoding]
-        batch = self._decode_batch(decoding, reqs_before, prompts)
+        room = self.limits.max_num_batched_tokens - len(decoding)
+        waiting = pending_prompts(prompts, self.limits, room, len(decoding))
+        batch = decode_batch(decoding, reqs_before, *waiting, room, self.cache, self.drafts)
         was_postponed = self._postponed is not None and self._postponed.has_drafts
         steps = self._choose(choose_steps, batch) if decoding else RoundSteps(PLAIN)
         drafts = fair_drafts(steps, batch)
@@ -123,14 +130,12 @@ class Scheduler:
         else:
             self._postponed = PostponedChoice(steps, batch)
             return None
-        num_tokens = sum(req.query_len for req in reqs)
         draft_budget = usable_budget(steps, reqs, may_choose=_may_choose(reqs, prompts))
-        if draft_budget is not None:
-            num_tokens = len(reqs) + draft_budget
+        num_drafts = sum(req.num_draft_tokens for req in reqs)
+        num_tokens = len(reqs) + (num_drafts if draft_budget is None else draft_budget)
         room = self.limits.max_num_batched_tokens - num_tokens
         prompt_budget = max_prompt_tokens(self.limits, room, len(decoding), steps.prompt_tokens)
-        is_chunked = self.limits.chunked_prefill_size is not None
-        reqs += prefill_requests(prompts, prompt_budget, chunked=is_chunked)
+        reqs += prefill_requests(prompts, prompt_budget, self.limits)
         if not reqs:
             return None
         self._newest = _scheduled_batch(
@@ -143,19 +148,6 @@ class Scheduler:
         )
         self.queue.num_planned_prompt_tokens += self._newest.num_prefill_tokens
         return self._newest
-
-    def _decode_batch(
-        self,
-        decoding: list[Sequence],
-        reqs_before: list[ScheduledRequest | None],
-        prompts: list[Prompt],
-    ) -> DecodeBatch:
-        """Return what the policy needs to know. reqs_before: of `decoding`, in a step in flight."""
-        room = self.limits.max_num_batched_tokens - len(decoding)
-        pending = [prompt.pending for prompt in prompts]
-        most = max_prompt_tokens(self.limits, max(0, room), len(decoding))
-        most = min(most, sum(prompt.num_tokens for prompt in pending))
-        return decode_batch(decoding, reqs_before, pending, most, room, self.cache, self.drafts)
 
     def _reserve_ahead(
         self,

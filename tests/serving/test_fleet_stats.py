@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.adaptive.goodput import AllowedShapes, GoodputPolicy
+from serve_spec.adaptive.candidates import AllowedShapes
+from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.serving.statistics.fleet_stats import FleetStats
 from tests.helpers.simulated_costs import GPU_8B, recorded_table
 

@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulator import Phase, Simulator, admitted
+from serve_spec.adaptive.candidates import AllowedShapes
 from serve_spec.adaptive.costs import Costs, Work
 from serve_spec.adaptive.drafts import DraftCalibration, PositionRates, logits
 from serve_spec.adaptive.exploration import SpeedGuard
-from serve_spec.adaptive.goodput import AllowedShapes, GoodputPolicy
+from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.planner import Planner
 from serve_spec.adaptive.policy import StaticPolicy
 from serve_spec.adaptive.prompts import Load, PromptLoad

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from benchmarks.prompt_plans import Gpu, Trace, settings_of, simulate
 from serve_spec.adaptive.costs import Work
 from serve_spec.adaptive.prompt_costs import PromptCosts
-from serve_spec.adaptive.prompts import Load, PromptSizer, pairs_of
+from serve_spec.adaptive.prompts import Load, PromptLimits, PromptSizer, pairs_of
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.round import DecodeBatch, PendingPrompt
 from serve_spec.scheduler import queue as queue_module
 
 MANY = 1 << 20
-LIMITS = SchedulerConfig(max_num_batched_tokens=MANY)
 
 
 def line(size, drafts, prompts):
@@ -90,7 +89,7 @@ def load(size, prompt, emitted, pairs=0.0):
 
 def sized(load=None, num_prompts=0, counts=(), **bounds):
     limits = SchedulerConfig(max_num_batched_tokens=MANY, **bounds)
-    sizer = PromptSizer(PromptCosts(line), limits, counts)
+    sizer = PromptSizer(PromptCosts(line), PromptLimits(limits, counts))
     sizer.plan(load or Load(Work(8, 500.0)), num_prompts, 10.0, 20.0)
     return sizer
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from benchmarks.simulator import Phase, Simulator
 from serve_spec.adaptive import AdaptiveController, PolicySettings
+from serve_spec.adaptive.candidates import SMALL_TREES, AllowedShapes
 from serve_spec.adaptive.controller import FALLBACK_ROUNDS
-from serve_spec.adaptive.goodput import SMALL_TREES, AllowedShapes, GoodputPolicy
+from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.bench.trace import load_traces
 from serve_spec.core.draft import PLAIN, DraftShape
 from tests.helpers.rounds import decode_batch, verified_round

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.adaptive import AdaptiveController, PolicySettings
-from serve_spec.adaptive.goodput import SMALL_TREES
+from serve_spec.adaptive.candidates import SMALL_TREES
 from serve_spec.adaptive.settings import candidates, ladder
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots

@@ -97,6 +97,10 @@ def test_every_option_sets_its_key(option, flag):
         ("--speculative-adaptive-config aggressive", "speculative_adaptive_config", "aggressive"),
         ("--set page_size=4 port=9 --set num_pages=7", "num_pages", 7),
         ("--max-num-seqs 4 --set max_num_seqs=5", "max_num_seqs", 5),
+        ("--chunked-prefill-size 2k --enable-chunked-prefill", "chunked_prefill_size", 2000),
+        ("--chunked-prefill-size -1 --enable-mixed-chunk", "chunked_prefill_size", None),
+        ("--chunked-prefill-size auto", "chunked_prefill_size", "auto"),
+        ("--max-inter-token-ms 50", "max_inter_token_ms", 50),
     ],
 )
 def test_values_are_read_as_vllm_and_sglang_read_them(line, key, value):

@@ -48,6 +48,10 @@ from tests.helpers.ranks import on_ranks
             {"chunked_prefill_size": None, "max_num_batched_tokens": 64},
             "max_num_batched_tokens=64 is below max_model_len=128",
         ),
+        (
+            {"max_inter_token_ms": 0.001},
+            r"^max_inter_token_ms=0.001: no step can hold it; .* takes [0-9.]+ ms here; raise it",
+        ),
         ({"num_pages": 10**12}, r"^num_pages=10{12}: .* GiB; lower it"),
         ({"num_pages": None, "cpu_cache_gb": 1e9}, r"^cpu_cache_gb=10{9}\.0: .* GiB; lower it"),
         (
