@@ -31,7 +31,7 @@ import yaml
 
 from serve_spec import LLM
 from serve_spec.bench.online.client import Clients, Target
-from serve_spec.bench.online.command import run_offline
+from serve_spec.bench.online.in_process import run_offline
 from serve_spec.bench.online.load import ClosedLoop, CompletionRequest, LoadRun, text_requests
 from serve_spec.bench.online.server import own_server, serve_command
 from serve_spec.bench.report import append_record, environment, print_record

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,9 @@ from serve_spec.bench.variants import ADAPTIVE_VARIANTS
 from serve_spec.bench.workload import CLASSES, HELD_OUT_PACKAGES, OUTPUT_TOKENS, STEADY_TOKENS
 from serve_spec.config import ServeSpecConfig
 from serve_spec.config.flags import Parser, add_flags, add_model, flags_named, load_flags
+
+LATENCIES = ("ttft", "tpot", "e2el")
+"""Metrics of --goodput, as of `vllm bench serve`."""
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -83,6 +87,19 @@ def tree_size(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def latency_bound(text: str, metric: str = "") -> tuple[str, float]:
+    """Parse METRIC:MS of --goodput, such as ttft:500; with a metric, MS."""
+    if not metric:
+        metric, _, text = text.partition(":")
+    try:
+        if metric in LATENCIES:
+            return metric, positive(text)
+    except (ValueError, argparse.ArgumentTypeError):
+        pass  # the message below says what is right
+    fix = f"give METRIC:MS, such as ttft:500, METRIC one of {', '.join(LATENCIES)}"
+    raise argparse.ArgumentTypeError(f"'{metric}:{text}': {fix}")
+
+
 _COUNT = at_least(1)
 
 
@@ -145,6 +162,12 @@ def _add_dataset(parser: argparse._ActionsContainer, *, has_model: bool = True) 
         add("--max-prompt-tokens", type=_COUNT, default=1024, metavar="N",
             help="most tokens of a dataset's prompt; longer ones are left out")
         add("--seed", type=int, default=0, help="seed of the sample of a dataset's prompts")
+
+
+def _add_goodput(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--goodput", type=latency_bound, nargs="+", action="extend", default=[],
+        metavar="METRIC:MS", help="bounds of a good request, as of vllm bench serve: time to first "
+        "token (ttft), per output token after it (tpot), to the last token (e2el), in ms")
 
 
 def _add_outputs(parser: argparse._ActionsContainer, *, compares: bool = True) -> None:
@@ -275,10 +298,11 @@ def _online_requests(group: argparse._ArgumentGroup) -> None:
 
 def _online_report(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--slo-ttft-ms", type=positive, metavar="MS",
-        help="goodput limit of the time to first token, in ms")
-    add("--slo-tpot-ms", type=positive, metavar="MS",
-        help="goodput limit of the time per output token, in ms")
+    _add_goodput(group)
+    for metric in ("ttft", "tpot"):
+        add(f"--slo-{metric}-ms", dest="goodput", action="append", metavar="MS",
+            type=partial(latency_bound, metric=metric),
+            help=f"short for --goodput {metric}:MS")
     add("--poll-s", type=positive, default=0.5, metavar="S",
         help="seconds between reads of /server_info")
     add("--compare-offline", metavar="CONFIG",
@@ -357,7 +381,7 @@ BENCHMARKS = {
         "load over HTTP, on a running server or on one that is started",
         _online,
         "  serve-spec bench online --deploy deploy/tiny.yaml --closed 1 8 --poisson 4\n"
-        "  serve-spec bench online --url http://127.0.0.1:8000 --ramp 1:20 --slo-ttft-ms 200\n\n"
+        "  serve-spec bench online --url http://127.0.0.1:8000 --ramp 1:20 --goodput ttft:200\n\n"
         "Every load has the same requests. The API key is $SERVE_SPEC_API_KEY.",
         "online.command",
     ),

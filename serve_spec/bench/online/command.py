@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -22,7 +20,8 @@ from tqdm import tqdm
 from serve_spec.bench import report
 from serve_spec.bench.dataset import ChatPrompt, installed
 from serve_spec.bench.online import report as figures
-from serve_spec.bench.online.client import Clients, OnEnd, Target
+from serve_spec.bench.online.client import Clients, Target
+from serve_spec.bench.online.in_process import run_offline
 from serve_spec.bench.online.load import (
     Bursty,
     ClosedLoop,
@@ -32,7 +31,6 @@ from serve_spec.bench.online.load import (
     Poisson,
     Ramp,
     Requests,
-    Served,
     chat_requests,
     text_requests,
 )
@@ -50,11 +48,7 @@ from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.flags import flag_values
 from serve_spec.config.root import parse_override
 from serve_spec.core.registry import one_line
-from serve_spec.core.request import TokenDelta
-from serve_spec.core.sequence import Sequence as EngineSequence
-from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.llm import LLM
-from serve_spec.engine.output import OutputProcessor
 from serve_spec.serving.deployment.plan import read_plan
 
 Plan: TypeAlias = dict[Load, list[CompletionRequest]]
@@ -127,7 +121,7 @@ def _measured(args: argparse.Namespace) -> list[report.Record]:
     variants = [server_variant(args.deploy, name, flag_values(args)) for name in args.variants]
     servers: Sequence[ServerVariant | None] = variants or [None]
     plans, warm_up = _plans(args, {1, *(each.num_replicas for each in variants)})
-    objective = figures.Objective(args.slo_ttft_ms, args.slo_tpot_ms)
+    objective = figures.Objective.of(args.goodput)
     texts: dict[int, str] = {}
     records: list[report.Record] = []
 
@@ -288,63 +282,3 @@ def _rendered(encoder: ChatEncoder, requests: Requests) -> list[CompletionReques
 def _widest(loads: Iterable[Load]) -> ClosedLoop:
     """Return the closed loop that warms up for all of `loads`."""
     return ClosedLoop(max(load.num_streams or 8 for load in loads))
-
-
-@dataclass
-class _Running:
-    """An open request; deltas count as chunks by the rule of the HTTP stream."""
-
-    due_s: float
-    sent_s: float
-    sequence: EngineSequence
-    chunk_s: list[float] = field(default_factory=list)
-    deltas: list[TokenDelta] = field(default_factory=list)
-
-    def served(self) -> Served:
-        return Served(
-            due_s=self.due_s,
-            sent_s=self.sent_s,
-            ended_s=self.chunk_s[-1],
-            chunk_s=tuple(self.chunk_s),
-            text="".join(delta.text for delta in self.deltas),
-            num_tokens=sum(len(delta.token_ids) for delta in self.deltas),
-            num_prompt_tokens=self.sequence.num_prompt_tokens,
-            speculation=self.sequence.stats.as_dict(),
-        )
-
-
-def run_offline(
-    engine: SpecEngine, load: Load, requests: Requests, *, seed: int = 0, on_end: OnEnd = int
-) -> LoadRun:
-    """Run a load on an idle engine without HTTP; raise InvalidRequest if it cannot be served."""
-    schedule, most_at_once = load.arrivals(len(requests), seed), load.num_streams or len(requests)
-    waiting = deque(enumerate(requests))
-    outputs = OutputProcessor(engine.tokenizer, engine.abort)
-    running: dict[str, _Running] = {}
-    served: dict[str, Served] = {}
-    started_s = time.perf_counter()
-    while waiting or running:
-        now_s = time.perf_counter() - started_s
-        while waiting and len(running) < most_at_once:
-            number, request = waiting[0]
-            due_s = now_s if schedule is None else schedule[number]
-            if due_s > now_s:
-                break
-            waiting.popleft()
-            sequence = engine.new_sequence(str(number), request.prompt, request.params)
-            engine.add(sequence)
-            outputs.add(sequence)
-            running[str(number)] = _Running(due_s, now_s, sequence)
-        if not running:
-            time.sleep(due_s - now_s)
-            continue
-        for delta in outputs.process(engine.step()):
-            mine = running[delta.request_id]
-            mine.deltas.append(delta)
-            if delta.text or delta.finish_reason is not None:
-                mine.chunk_s.append(time.perf_counter() - started_s)
-            if delta.finish_reason is not None:
-                served[delta.request_id] = running.pop(delta.request_id).served()
-                on_end(1)
-        engine.raise_failed()
-    return LoadRun([served[str(number)] for number in range(len(requests))])

@@ -153,6 +153,8 @@ class Served:
     num_prompt_tokens: int = 0
     speculation: Mapping[str, Any] = field(default_factory=dict)
     """`usage.speculation` of the answer; empty if the server does not send it."""
+    token_ids: tuple[int, ...] = ()
+    """Empty over HTTP."""
     error: str | None = None
     """Why the answer is incomplete: an HTTP status or a short reason."""
 

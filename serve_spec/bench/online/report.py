@@ -22,7 +22,7 @@ HTTP = "http"
 OFFLINE = "offline"
 
 _SPEED = [
-    *("load", "side", "requests", "errors", "tok/s", "goodput", "goodput tok/s"),
+    *("load", "side", "requests", "errors", "tok/s", "goodput", "goodput req/s", "goodput tok/s"),
     *("tok/chunk", "accept length", "K", "decoding", "batch", "same texts", "client CPU"),
 ]
 _LATENCIES = {
@@ -40,14 +40,28 @@ class Objective:
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
+    e2el_ms: float | None = None
 
     def is_met(self, served: Served) -> bool:
         """Return whether the answer is complete and within the limits."""
         if served.error is not None:
             return False
         tpot_s = served.tpot_s or 0.0  # a single token has no time per further token
-        limits = (served.ttft_s, self.ttft_ms), (tpot_s, self.tpot_ms)
-        return all(limit is None or seconds * 1e3 <= limit for seconds, limit in limits)
+        seconds = served.ttft_s, tpot_s, served.e2e_s
+        limits = self.ttft_ms, self.tpot_ms, self.e2el_ms
+        return all(ms is None or s * 1e3 <= ms for s, ms in zip(seconds, limits, strict=True))
+
+    @classmethod
+    def of(cls, bounds: Iterable[tuple[str, float]]) -> Objective:
+        """Return the limits of `--goodput`: pairs of a metric and milliseconds, the last wins."""
+        return cls(**{f"{metric}_ms": ms for metric, ms in bounds})
+
+    @property
+    def label(self) -> str:
+        """Return the limits in words."""
+        named = {"TTFT": self.ttft_ms, "TPOT": self.tpot_ms, "E2EL": self.e2el_ms}
+        limits = [f"{name} <= {limit:g} ms" for name, limit in named.items() if limit is not None]
+        return " and ".join(limits) or "no limit, every complete answer counts"
 
 
 def measure(
@@ -93,6 +107,7 @@ def measure(
             sum(served.error is None for served in run.served) / run.seconds for run in runs
         ),
         "goodput_share": sum(map(objective.is_met, every)) / len(every),
+        "goodput_requests_per_second": median(goodput(run, objective) for run in runs),
         "goodput_tokens_per_second": median(_tokens_per_second(run, objective) for run in runs),
         "tokens_per_chunk": num_tokens / num_chunks if num_chunks else None,
         "prompt_tokens": fmean(s.num_prompt_tokens for s in complete) if complete else None,
@@ -219,6 +234,11 @@ def fleet_course(samples: Iterable[Sample], key: str) -> tuple[list[float], list
     return times, values
 
 
+def goodput(run: LoadRun, objective: Objective) -> float:
+    """Return the answers per second that met the objective."""
+    return sum(map(objective.is_met, run.served)) / run.seconds
+
+
 def _tokens_per_second(run: LoadRun, objective: Objective | None = None) -> float:
     """Return the speed of complete answers; with an objective, of those that met it."""
     met = (objective or Objective()).is_met
@@ -256,7 +276,7 @@ def tables(run: Record, measurements: Sequence[Record]) -> str:
     """Return speeds, latencies and, if there are several sides, comparisons."""
     shown = [] if run.get("prompts") is None else [run["prompts"]]
     shown += [
-        f"Goodput: {_objective(run['objective'])}.\n"
+        f"Goodput: {Objective(**run['objective']).label}.\n"
         "Decoding: mean streams between first and last token. Batch: as replicas report it.\n"
         "Client CPU: near 100%, the client is the limit; use more --clients.",
         table(_SPEED, list(map(_speed_row, measurements))),
@@ -297,12 +317,6 @@ def _category_rows(measurements: Sequence[Record]) -> list[list[object]]:
     return sorted(rows, key=lambda row: str(row[0]))
 
 
-def _objective(objective: Mapping[str, float | None]) -> str:
-    named = {"TTFT": objective["ttft_ms"], "TPOT": objective["tpot_ms"]}
-    limits = [f"{name} <= {limit:g} ms" for name, limit in named.items() if limit is not None]
-    return " and ".join(limits) or "no limit, every complete answer counts"
-
-
 def _speed_row(each: Record) -> list[object]:
     cpu_fraction = each["client_cpu_share"]
     return [
@@ -310,6 +324,7 @@ def _speed_row(each: Record) -> list[object]:
         " ".join(f"{count}x {what}" for what, count in each["errors"].items()) or 0,
         each["tokens_per_second"],
         f"{each['goodput_share']:.1%}",
+        each.get("goodput_requests_per_second"),  # older records have none
         each["goodput_tokens_per_second"],
         *(each[key] for key in ("tokens_per_chunk", "accept_length", "num_steps")),
         *(each[key] for key in ("decoding_streams", "batch_size")),

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from serve_spec import cli
-from serve_spec.bench.command import BENCHMARKS, HelpFormatter, main
+from serve_spec.bench.command import BENCHMARKS, HelpFormatter, command_parser, main
 from serve_spec.bench.replay import replay_keys
 from serve_spec.config import ConfigError
 from serve_spec.core.request import SamplingParams
@@ -69,6 +69,16 @@ def test_outputs_that_cannot_be_written_are_refused_before_anything_runs(argv, f
     with pytest.raises(SystemExit, match="2"):
         main(argv.split())
     assert f"{fix}name " in capsys.readouterr().err
+
+
+def test_bounds_of_goodput_are_written_as_for_vllm_and_wrong_ones_refused(capsys):
+    words = "online --url u --goodput ttft:500 e2el:9000 --slo-tpot-ms 50"
+    bounds = command_parser().parse_args(words.split()).goodput
+    assert bounds == [("ttft", 500), ("e2el", 9000), ("tpot", 50)]
+    for wrong in ("--goodput itl:5", "--goodput ttft", "--goodput ttft:0", "--slo-ttft-ms x"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["online", "--url", "u", *wrong.split()])
+        assert "give METRIC:MS, such as ttft:500" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "127.0.0.1:8000"])

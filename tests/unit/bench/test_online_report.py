@@ -67,20 +67,25 @@ limits = st.just(math.inf) | st.floats(1, 2000)
 
 
 @settings(max_examples=60)
-@given(st.lists(answers, min_size=1, max_size=20), limits, limits)
-def test_goodput_counts_what_met_both_limits_of_everything_that_was_asked(served, ttft_ms, tpot_ms):
-    found = figures(LoadRun(served), objective=Objective(ttft_ms, tpot_ms))
+@given(st.lists(answers, min_size=1, max_size=20), limits, limits, limits)
+def test_goodput_counts_what_met_every_limit_of_everything_that_was_asked(
+    served, ttft_ms, tpot_ms, e2el_ms
+):
+    bounds = [("ttft", 0.1), ("ttft", ttft_ms), ("tpot", tpot_ms), ("e2el", e2el_ms)]
+    found = figures(LoadRun(served), objective=Objective.of(bounds))
     whole = [s for s in served if s.error is None]
     met = [
         s
         for s in whole
         if (s.chunk_s[0] - s.due_s) * 1e3 <= ttft_ms
         and (s.chunk_s[-1] - s.chunk_s[0]) / (s.num_tokens - 1) * 1e3 <= tpot_ms
+        and (s.chunk_s[-1] - s.due_s) * 1e3 <= e2el_ms
     ]
     seconds = max(s.ended_s for s in served) - min(s.due_s for s in served)
     assert found["goodput_share"] == pytest.approx(len(met) / len(served))
     speed = sum(s.num_tokens for s in met) / seconds
     assert found["goodput_tokens_per_second"] == pytest.approx(speed)
+    assert found["goodput_requests_per_second"] == pytest.approx(len(met) / seconds)
     assert found["goodput_tokens_per_second"] <= found["tokens_per_second"] * (1 + 1e-9)
     assert (found["num_requests"], found["num_texts"]) == (len(served), len(whole))
     assert found["errors"] == Counter(s.error for s in served if s.error is not None)
