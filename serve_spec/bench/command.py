@@ -11,11 +11,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from serve_spec.bench.dataset import PACKAGES
+from serve_spec.bench.request_trace import TRACES
 from serve_spec.bench.variants import ADAPTIVE_VARIANTS
 from serve_spec.bench.workload import CLASSES, HELD_OUT_PACKAGES, OUTPUT_TOKENS, STEADY_TOKENS
 from serve_spec.config import ServeSpecConfig
 from serve_spec.config.flags import Parser, add_flags, add_model, flags_named, load_flags
 
+ADAPTIVE, CLOSED = "adaptive", "closed"
+DEPTHS = (0, 1, 2, 3, 5, 7, ADAPTIVE)
+"""Drafts of a round that `bench mixed` compares."""
+CHUNKS = ("512", "2048", "8192", "auto")
+"""Chunk sizes that it compares."""
 LATENCIES = ("ttft", "tpot", "e2el")
 """Metrics of --goodput, as of `vllm bench serve`."""
 
@@ -85,6 +91,25 @@ def tree_size(text: str) -> tuple[int, int]:
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r}: give LEVELSxDRAFTS, such as 4x15")
     return int(found[1]), int(found[2])
+
+
+def size_range(text: str) -> tuple[int, int]:
+    """Parse LOW:HIGH, two counts in order; or one for both."""
+    first, _, last = text.partition(":")
+    low, high = int(first), int(last or first)
+    if not 1 <= low <= high:
+        raise argparse.ArgumentTypeError(f"{text!r}: give LOW:HIGH, 1 <= LOW <= HIGH")
+    return low, high
+
+
+def depth(text: str) -> int | str:
+    """Parse a number of drafts, or adaptive."""
+    return text if text == ADAPTIVE else at_least(0)(text)
+
+
+def load_fraction(text: str) -> float | str:
+    """Parse a fraction of the capacity, or closed."""
+    return text if text == CLOSED else positive(text)
 
 
 def latency_bound(text: str, metric: str = "") -> tuple[str, float]:
@@ -312,6 +337,43 @@ def _online_report(group: argparse._ArgumentGroup) -> None:
     _add_outputs(group)
 
 
+def _mixed(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add_configuration(parser)
+    add("--traces", nargs="+", choices=TRACES, default=list(TRACES), metavar="NAME",
+        help=f"traces of requests: {', '.join(TRACES)}")
+    add("--scale", type=positive, default=1.0, metavar="X",
+        help="factor of the traces' counts and lengths; 0.1 suits a CPU")
+    add("--num-requests", type=_COUNT, metavar="N", help="requests of each trace")
+    add("--prompt-tokens", type=size_range, metavar="LOW:HIGH", help="tokens of the prompts")
+    add("--output-tokens", type=size_range, metavar="LOW:HIGH", help="tokens of the outputs")
+    add("--streams", type=_COUNT, metavar="N", help="requests that run at a time")
+    add("--depths", type=depth, nargs="+", metavar="K", help="drafts of a round to compare, 0: off,"
+        f" or {ADAPTIVE} (default: {' '.join(map(str, DEPTHS))})")
+    add("--chunks", nargs="+", default=list(CHUNKS), metavar="SIZE",
+        help="values of chunked_prefill_size to compare with every depth")
+    add("--loads", type=load_fraction, nargs="+", default=[CLOSED, 0.5, 0.8, 0.95], metavar="LOAD",
+        help=f"{CLOSED}: the next request arrives as one ends; or a fraction of the capacity, which"
+        " arrives at random, at the same times for all variants")
+    add("--capacity", type=positive, metavar="RATE", help="requests per second of which --loads are"
+        f" fractions (default: of the fastest variant in the {CLOSED} loop)")
+    _add_dataset(parser, has_model=False)
+    add("--random-prompts", action="store_true", default=None, help="prompts of random tokens")
+    add("--acceptance", type=float, nargs="+", metavar="X", help="force an accept length above 1, "
+        "or the rate of each draft: synthetic_acceptance")
+    add("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature")
+    add("--seed", type=int, default=0, help="seed of lengths, prompts and arrivals")
+    add("--repetitions", type=_COUNT, default=3, metavar="N", help="runs of every variant and load")
+    add("--warm-up", type=at_least(0), default=8, metavar="N",
+        help="requests of every variant and trace before measuring")
+    add("--inter-token-ms", type=positive, metavar="MS",
+        help="bound of which the fraction of gaps within it is shown")
+    _add_goodput(parser)
+    _add_outputs(parser)
+    add("--from-json", type=Path, metavar="FILE",
+        help="file whose last run is shown instead of a new one")
+
+
 def _trace(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_configuration(parser)
@@ -384,6 +446,14 @@ BENCHMARKS = {
         "  serve-spec bench online --url http://127.0.0.1:8000 --ramp 1:20 --goodput ttft:200\n\n"
         "Every load has the same requests. The API key is $SERVE_SPEC_API_KEY.",
         "online.command",
+    ),
+    "mixed": Benchmark(
+        "prompts that arrive while others decode, by depth and chunk size",
+        _mixed,
+        "  serve-spec bench mixed --scale 0.1 --traces mid --chunks 64 auto --depths 0 adaptive\n"
+        "  serve-spec bench mixed --config 8b/expanded.yaml --traces mid long --acceptance 2.5\n\n"
+        "Traces: 192 requests with prompts of 256 to 3,840 tokens (mid), 48 of 6,000 to 14,000\n"
+        "(long), and 512 short chats (chat). Every variant is a depth and a chunk size.",
     ),
     "trace": Benchmark("accepted drafts at every position of a text, for the simulator", _trace),
     "tune": Benchmark(

@@ -15,7 +15,7 @@ from statistics import fmean, harmonic_mean
 
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.bench.workload import TextRequest
-from serve_spec.config import ServeSpecConfig
+from serve_spec.config import SchedulerConfig, ServeSpecConfig
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import SamplingParams, TokenDelta
 from serve_spec.core.sequence import Sequence as EngineSequence
@@ -67,16 +67,19 @@ def room(
     return sizes
 
 
-def engine_beside(engine: SpecEngine, controller: AdaptiveController) -> SpecEngine:
+def engine_beside(
+    engine: SpecEngine, controller: AdaptiveController, limits: SchedulerConfig | None = None
+) -> SpecEngine:
     """Return an engine with its own requests and policy that shares `engine`'s worker and pages.
 
-    Drain one before the other runs.
+    Drain one before the other runs. limits: of its scheduler, within those of `engine`; None: the
+    same.
     """
     of = engine.scheduler
     ngrams = of.drafts.ngrams
     return SpecEngine(
         Scheduler(
-            of.limits,
+            limits or of.limits,
             of.cache,
             ngram_drafter=None if ngrams is None else copy.deepcopy(ngrams.drafter),
             model_drafts=of.drafts.model,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, cycle, islice
+from itertools import chain, cycle, islice, takewhile, zip_longest
 
 from serve_spec.bench.dataset import ChatPrompt, Columns, by_category, installed, read_dataset
+from serve_spec.bench.request_trace import PromptPool
+from serve_spec.bench.workload import HELD_OUT_PACKAGES, held_out_prompts
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.checkpoint import max_positions, text_config
 from serve_spec.core.errors import CheckpointError, TextTooLong
@@ -96,7 +99,8 @@ def refuse_unused(args: argparse.Namespace, *others: str) -> None:
     for name in others:
         if args.dataset is not None and getattr(args, name) is not None:
             value = getattr(args, name)
-            raise ConfigError(f"--{name}={value}: chooses no prompts of --dataset; leave one out")
+            flag = f"--{name.replace('_', '-')}={value}"
+            raise ConfigError(f"{flag}: chooses no prompts of --dataset; leave one out")
 
 
 def dataset_prompts(
@@ -157,3 +161,59 @@ def encode_chats(
         if 0 < len(token_ids) <= most:
             found.append(token_ids)
     return found
+
+
+POOL_SIZE = 256
+"""Texts of a pool."""
+_TEXT_TOKENS = 256
+"""Tokens of a text from source files, and of a random one."""
+
+
+def prompt_pool(args: argparse.Namespace, config: ServeSpecConfig) -> PromptPool:
+    """Return random texts, those of a dataset, or source files, chosen as by `dataset_prompts`.
+
+    config: of a downloaded checkpoint. Raises ConfigError: a dataset cannot be read.
+    """
+    refuse_unused(args, "random_prompts")
+    tokenizer = Tokenizer(config.model.tokenizer_folder)
+    if args.random_prompts:
+        rng, ids = random.Random(args.seed), range(tokenizer.vocab_size)
+        texts = [rng.choices(ids, k=_TEXT_TOKENS) for _ in range(POOL_SIZE)]
+        return PromptPool(texts, "prompts of random tokens")
+    encoder = ChatEncoder(config)
+    names = args.dataset
+    if names is None and not encoder.template.is_plain:
+        names = installed()
+    if names:
+        return _chat_pool(args, encoder, names)
+    texts = held_out_prompts(
+        tokenizer.encode, count=POOL_SIZE, num_tokens=_TEXT_TOKENS, seed=args.seed
+    )
+    return PromptPool(texts, f"prompts of source files ({', '.join(HELD_OUT_PACKAGES)})")
+
+
+def _chat_pool(args: argparse.Namespace, encoder: ChatEncoder, names: Sequence[str]) -> PromptPool:
+    """Return texts of each category in turn, without the chat template around them."""
+
+    def encode(text: str) -> list[int]:
+        return encoder.encode(ChatPrompt("", ({"role": "user", "content": text},)))
+
+    # The template is what two chats have in common.
+    one, other = encode("x"), encode("y")
+    before = _common(one, other)
+    rest = (each[len(before) :][::-1] for each in (one, other))
+    after = _common(*rest)[::-1]
+    texts: list[list[int]] = []
+    in_turn = zip_longest(*read_chats(args, names).values())
+    for chat in filter(None, chain.from_iterable(in_turn)):
+        if len(texts) < POOL_SIZE:
+            ids = encode("\n\n".join(message["content"] for message in chat.messages))
+            texts.append(ids[len(before) : len(ids) - len(after)])
+    form = "raw text" if encoder.template.is_plain else "chats"
+    return PromptPool(texts, f"prompts of {' '.join(names)}, joined, as {form}", before, after)
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    """Return what two sequences begin with."""
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return [token_id for token_id, _ in pairs]

@@ -106,9 +106,7 @@ def measure(
         "requests_per_second": median(
             sum(served.error is None for served in run.served) / run.seconds for run in runs
         ),
-        "goodput_share": sum(map(objective.is_met, every)) / len(every),
-        "goodput_requests_per_second": median(goodput(run, objective) for run in runs),
-        "goodput_tokens_per_second": median(_tokens_per_second(run, objective) for run in runs),
+        **goodput(runs, objective),
         "tokens_per_chunk": num_tokens / num_chunks if num_chunks else None,
         "prompt_tokens": fmean(s.num_prompt_tokens for s in complete) if complete else None,
         **_speculation(complete),
@@ -234,9 +232,16 @@ def fleet_course(samples: Iterable[Sample], key: str) -> tuple[list[float], list
     return times, values
 
 
-def goodput(run: LoadRun, objective: Objective) -> float:
-    """Return the answers per second that met the objective."""
-    return sum(map(objective.is_met, run.served)) / run.seconds
+def goodput(runs: Sequence[LoadRun], objective: Objective) -> dict[str, float]:
+    """Return what met the objective: as a fraction, and per second in answers and tokens."""
+    met = [sum(map(objective.is_met, run.served)) for run in runs]
+    return {
+        "goodput_share": sum(met) / sum(len(run.served) for run in runs),
+        "goodput_requests_per_second": median(
+            count / run.seconds for count, run in zip(met, runs, strict=True)
+        ),
+        "goodput_tokens_per_second": median(_tokens_per_second(run, objective) for run in runs),
+    }
 
 
 def _tokens_per_second(run: LoadRun, objective: Objective | None = None) -> float:

@@ -37,7 +37,8 @@ def test_breakeven_loads_neither_torch_nor_ray_and_benchmarks_of_an_engine_no_ra
     numbers = "'--accept-rate', '0.7', '--draft-ms', '1.2', '--target-ms', '10'"
     code = f"from serve_spec.cli import main\nmain(['breakeven', {numbers}])"
     assert not loaded_by(code, "torch", "ray")
-    code = "import serve_spec.bench.adaptive, serve_spec.bench.offline, serve_spec.bench.tune"
+    modules = (f"serve_spec.bench.{name}" for name in ("adaptive", "mixed", "offline", "tune"))
+    code = f"import {', '.join(modules)}"
     assert not loaded_by(code, "ray")
 
 
