@@ -17,8 +17,6 @@ from serve_spec.core.round import DecodeBatch
 SMALL_TREES = {1: (DraftShape(4, 15, 4), DraftShape(6, 31, 4)), 9: ()}
 """Trees that goodput may choose though none are configured, by the least batch size."""
 DEFAULT_MAX_STEPS = 7
-NOISE = 1.015
-"""Factor between predicted speeds that are hardly different."""
 
 
 @dataclass(frozen=True)
@@ -63,27 +61,10 @@ class Candidates:
     has_budgets: bool
 
     def weighed(self, batch: DecodeBatch, load: Load, *, is_drafting: bool) -> list[Candidate]:
-        """Return every shape with its best budget, plain rounds first; for all rounds alike.
+        """Return every shape with its best budget, plain rounds first.
 
         is_drafting: whether the last rounds were, so that each request has survivals of its own.
         """
-        return self._weigh(batch, load, is_drafting, None)
-
-    def beside(
-        self, batch: DecodeBatch, load: Load, chosen: Candidate, *, is_drafting: bool
-    ) -> Candidate:
-        """Return the best of rounds with prompts, beside the `chosen` of rounds without.
-
-        The chosen shape, if that is hardly worse.
-        """
-        found = self._weigh(batch, load, is_drafting, chosen)
-        best = max(found, key=lambda each: each.tokens_per_ms)
-        same = [each for each in found if each.shape == chosen.shape]
-        return next((x for x in same if NOISE * x.tokens_per_ms > best.tokens_per_ms), best)
-
-    def _weigh(
-        self, batch: DecodeBatch, load: Load, is_drafting: bool, chosen: Candidate | None
-    ) -> list[Candidate]:
         size, most, sampled = batch.size, batch.max_draft_tokens, load.work.sampled
         bound = min(self.allowed.bound(size), max(batch.max_steps))
         survivals = self.drafts.survivals(size if is_drafting else 1, sampled)
@@ -98,10 +79,9 @@ class Candidates:
             np.maximum(weights, 1e-9),
             most if bound else 0,
             may_admit=self.drafts.has_logprobs and self.has_budgets,
-            beside=chosen,
         )
         for tree in self.allowed.trees_of(size):
             if tree.depth <= bound and tree.size * size <= most:
                 rates = self.drafts.tree_rates(tree, size, sampled)
-                found.append(self.planner.tree(load, tree, rates, chosen))
+                found.append(self.planner.tree(load, tree, rates))
         return found

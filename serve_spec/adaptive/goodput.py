@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from serve_spec.adaptive.candidates import NOISE, AllowedShapes, Candidates
+from serve_spec.adaptive.candidates import AllowedShapes, Candidates
 from serve_spec.adaptive.costs import Costs, Work, bucket
 from serve_spec.adaptive.drafts import DraftKnowledge
 from serve_spec.adaptive.exploration import (
@@ -77,7 +77,7 @@ class GoodputPolicy(StepPolicy):
         self._shape = DraftShape.chain(min(initial_steps, self.max_steps))
         self._candidates: dict[DraftShape, Candidate] = {}
         self._chosen: Candidate | None = None
-        self._answer = self._with_prompts = RoundSteps(self._shape)
+        self._answer = RoundSteps(self._shape)
         self._sizer = PromptSizer(self.costs.prompts, prompts)
         self._weigher = Candidates(self.allowed, self._planner, self.drafts, per_sequence)
         self._explored = False
@@ -109,8 +109,7 @@ class GoodputPolicy(StepPolicy):
 
     def _fitted(self, batch: DecodeBatch) -> RoundSteps:
         """Return the plan's answer for the batch of now, which may be of another size."""
-        answer = self._with_prompts if batch.max_prompt_tokens else self._answer
-        most = batch.max_draft_tokens
+        answer, most = self._answer, batch.max_draft_tokens
         if answer.budget is not None:
             budget = answer.budget
             if batch.size != self._load.work.size:
@@ -177,8 +176,7 @@ class GoodputPolicy(StepPolicy):
         size = batch.size
         work = Work(size, batch.context, batch.num_sampled / size)
         self._load = load = self._prompts.load(work)
-        is_drafting = self._shape.depth > 0
-        found = self._weigher.weighed(batch, load, is_drafting=is_drafting)
+        found = self._weigher.weighed(batch, load, is_drafting=self._shape.depth > 0)
         if (most_ms := self._sizer.limits.config.max_inter_token_ms) is not None:
             found = [found[0], *(each for each in found[1:] if each.ms <= most_ms)]
         self._candidates = {each.shape: each for each in found}
@@ -200,11 +198,8 @@ class GoodputPolicy(StepPolicy):
             chosen, self._rounds_left, self.last_reason = trial[:3]
         self._explored = trial is not None
         self._trial = None if trial is None else trial.request_ids
-        self._answer = self._with_prompts = self._steps(chosen)
+        self._answer = self._steps(chosen)
         self._sizer.plan(load, batch.num_prompts, chosen.ms, size + chosen.expected)
-        if (batch.prompts or load.prompts) and trial is None and chosen.shape.depth:
-            beside = self._weigher.beside(batch, load, chosen, is_drafting=is_drafting)
-            self._with_prompts = self._steps(beside)
 
     def _steps(self, chosen: Candidate) -> RoundSteps:
         """Return the answer that asks for a candidate."""
@@ -224,7 +219,7 @@ class GoodputPolicy(StepPolicy):
         if present is not None and not moved and best is not present:
             dwells = self._rounds_at_shape < self.min_dwell_rounds
             # Depths change for a gain above noise, and turn off for any.
-            gain = 1.0 if best is found[0] else NOISE
+            gain = 1.0 if best is found[0] else 1.015
             if dwells or best.tokens_per_ms < gain * present.tokens_per_ms:
                 self.last_reason = Reason.DWELL if dwells else Reason.STEADY
                 return present

@@ -5,10 +5,6 @@
 A_D(M) is the sum of the M largest survivals of all drafts of depth D, T the predicted time, P the
 prompt tokens that come with so many emitted tokens. A small round computes them nearly for free, a
 large one does not.
-
-Rounds with prompts have a depth and a budget of their own, because verified drafts compete with
-prompt tokens for the same arithmetic: the best beside the rounds without prompts, of which there
-are as many more as the chunk is larger than the prompt tokens of a round.
 """
 
 from __future__ import annotations
@@ -52,14 +48,12 @@ class Planner:
         most: int,
         *,
         may_admit: bool,
-        beside: Candidate | None = None,
     ) -> list[Candidate]:
         """Return the best candidate of each depth from 0 on.
 
         survivals: [R, K], survival of the drafts of R sampled requests. weights: [K], number of
         requests of the batch per sampled request, by position. most: maximum drafts of the round.
-        may_admit: whether budgets may be chosen. beside: what rounds without prompts draft, for
-        candidates of rounds with prompts.
+        may_admit: whether budgets may be chosen.
         """
         size, width = load.work.size, survivals.shape[1]
         order = np.argsort(-survivals, axis=None, kind="stable")
@@ -79,7 +73,7 @@ class Planner:
         ms = self.costs.chains_ms(load.work, np.append(budgets, all_drafts))[: width + 1]
         all_ms = np.diagonal(ms[:, len(budgets) :])
         ms = np.concatenate([ms[:, : len(budgets)], all_ms[:, None]], axis=1)
-        speeds = self._speeds(load, expected, rows, ms, beside)
+        speeds = self._speeds(load, expected, rows, ms)
         speeds[(rows > most) | (rows[:, -1:] < rows)] = 0.0
         found = []
         for depth, row in enumerate(speeds):
@@ -92,20 +86,15 @@ class Planner:
                 found.append(Candidate(DraftShape.chain(depth), budget, *map(float, figures)))
         return found
 
-    def tree(
-        self, load: Load, shape: DraftShape, rates: Floats, beside: Candidate | None = None
-    ) -> Candidate:
-        """Return a tree, verified in full. rates: probability that a level is accepted.
-
-        beside: see `chains`.
-        """
+    def tree(self, load: Load, shape: DraftShape, rates: Floats) -> Candidate:
+        """Return a tree, verified in full. rates: probability that a level is accepted."""
         size = load.work.size
         expected = size * float(np.cumprod(rates[: shape.depth]).sum())
         drafts = size * shape.size
         ms = self.costs.ms(load.work._replace(shape=shape, drafts=drafts))
         # As a round that drafts: entry 1 of two.
         x, y, z = (np.full((2, 1), float(figure)) for figure in (expected, drafts, ms))
-        speeds = self._speeds(load, x, y, z, beside)
+        speeds = self._speeds(load, x, y, z)
         return Candidate(shape, None, expected, ms, float(speeds[1, 0]))
 
     def scaled(self, budget: int, planned_size: int, size: int) -> int:
@@ -168,43 +157,16 @@ class Planner:
         steps = np.unique(np.linspace(0.0, most, 17)[1:].round())
         return steps[(steps > 0) & (steps < most)]
 
-    def _speeds(
-        self,
-        load: Load,
-        expected: Floats,
-        drafts: Floats,
-        ms: Floats,
-        beside: Candidate | None = None,
-    ) -> Floats:
-        """Return tokens per ms [K + 1, M]; the first entry does not draft. beside: see `chains`.
+    def _speeds(self, load: Load, expected: Floats, drafts: Floats, ms: Floats) -> Floats:
+        """Return tokens per ms [K + 1, M]; the first entry does not draft.
 
         Only plans that draft make draft KV of prompts.
         """
         size, tokens = load.work.size, load.work.size + expected
         prompts = load.prompts * tokens
-        if beside is not None:
-            return self._speeds_beside(load, beside, tokens, drafts, ms)
+        usual = np.array(ms)
         if load.chunk:
             chunks = np.maximum(np.maximum(prompts, load.chunk), 1.0)
-            more = self.costs.prompts_ms(size, drafts, ms, chunks, load.pairs)
-            ms = ms + prompts / chunks * more
-        usual = np.array(ms)
+            usual += prompts / chunks * self.costs.prompts_ms(size, drafts, ms, chunks, load.pairs)
         usual[1:] += prompts[1:] * self.costs.prompts.entry_ms
         return np.asarray(tokens / usual)
-
-    def _speeds_beside(
-        self, load: Load, beside: Candidate, tokens: Floats, drafts: Floats, ms: Floats
-    ) -> Floats:
-        """Return tokens per ms of rounds with and without prompts together."""
-        size, rate, chunk = load.work.size, load.prompts, max(load.chunk, 1.0)
-        ms = ms + self.costs.prompts_ms(size, drafts, ms, np.full_like(ms, chunk), load.pairs)
-        other = size + beside.expected
-        # As many prompt tokens as come with the tokens of all rounds.
-        gap = chunk - rate * (tokens - other)
-        share = np.where(gap > 0.0, np.minimum(1.0, rate * other / np.maximum(gap, 1e-9)), 1.0)
-        if not rate:
-            share = np.ones_like(ms)
-        # If every round has a chunk, prompts limit what can be emitted.
-        emitted = np.minimum(tokens, chunk / rate) if rate else tokens
-        mean = share * np.where(share < 1.0, tokens, emitted) + (1.0 - share) * other
-        return np.asarray(mean / (share * ms + (1.0 - share) * beside.ms))

@@ -232,12 +232,9 @@ class MeasuredPrompts:
         self._rate += 0.05 * (record.num_output_tokens / record.batch_size - self._rate)
 
     def _usual_ms(self, size: int, shape: DraftShape) -> float | None:
-        """Return the time of rounds without prompts: of this shape, if it ran, and batch size."""
-        at = bucket(size)
-        known = sorted(
-            (of != shape, abs(near - at), ms) for (near, of), ms in self._round_ms.items()
-        )
-        return known[0][2] if known else None
+        """Return the time of rounds without prompts near a batch size: of this shape, if it ran."""
+        near = {of: ms for (at, of), ms in self._round_ms.items() if at == bucket(size)}
+        return near.get(shape, max(near.values(), default=None))
 
     def tokens(self, batch: DecodeBatch, steps: RoundSteps) -> int:
         """Return the prompt tokens of a step; few, if its time without them is not known."""
