@@ -367,7 +367,7 @@ def _mixed(parser: argparse.ArgumentParser) -> None:
     add("--warm-up", type=at_least(0), default=8, metavar="N",
         help="requests of every variant and trace before measuring")
     add("--inter-token-ms", type=positive, metavar="MS",
-        help="bound of which the fraction of gaps within it is shown")
+        help="bound of which the fraction of gaps within it is shown (default: max_inter_token_ms)")
     _add_goodput(parser)
     _add_outputs(parser)
     add("--from-json", type=Path, metavar="FILE",

@@ -28,8 +28,8 @@ from serve_spec.bench.online.report import Objective
 from serve_spec.bench.prompts import max_model_len, prompt_pool
 from serve_spec.bench.request_trace import TRACES, PromptPool, RequestTrace
 from serve_spec.bench.variants import OFF, fixed_controller, interleaved
-from serve_spec.config import ConfigError, SchedulerConfig, ServeSpecConfig
-from serve_spec.config.flags import keys_named, read_value
+from serve_spec.config import ConfigError, ServeSpecConfig
+from serve_spec.config.flags import read_value
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.record import StepRecord
 from serve_spec.engine.llm import LLM
@@ -86,7 +86,7 @@ def _measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the record of the run, and of every repetition of a variant under a load."""
     traces = _traces(args)
     config = configured(args, **_acceptance(args)).download()
-    depths, chunks = _depths(args, config), _chunks(args, config)
+    depths, chunks = _depths(args, config), _chunks(args)
     _check_lengths(traces, config)
     pool = prompt_pool(args, config)
     llm = LLM(
@@ -165,7 +165,7 @@ def _depths(args: argparse.Namespace, config: ServeSpecConfig) -> list[int | str
     return [0]
 
 
-def _chunks(args: argparse.Namespace, config: ServeSpecConfig) -> list[Chunk]:
+def _chunks(args: argparse.Namespace) -> list[Chunk]:
     """Return the chunk sizes to compare, or raise ConfigError."""
     if "chunked_prefill_size" in args.flags:
         flag, value = args.flags["chunked_prefill_size"]
@@ -173,17 +173,10 @@ def _chunks(args: argparse.Namespace, config: ServeSpecConfig) -> list[Chunk]:
     chunks: list[Chunk] = []
     for text in args.chunks:
         chunk = read_value("chunked_prefill_size", text, f"--chunks={text}")
-        if chunk is None:
+        if chunk != "auto" and (type(chunk) is not int or chunk < 1):
             raise ConfigError(f"--chunks={text}: prompts are to be split; give tokens or auto")
-        _limits(config, chunk)
         chunks.append(chunk)
     return list(dict.fromkeys(chunks))
-
-
-def _limits(config: ServeSpecConfig, chunk: Chunk, **others: int) -> SchedulerConfig:
-    """Return what the scheduler reads of a chunk size."""
-    with keys_named({"chunked_prefill_size": "--chunks"}):
-        return ServeSpecConfig.load(config, chunked_prefill_size=chunk, **others).scheduler
 
 
 def _sizes(
@@ -219,7 +212,8 @@ class _Bench:
         self, llm: LLM, args: argparse.Namespace, pool: PromptPool, variants: Sequence[Variant]
     ) -> None:
         self.objective = Objective.of(args.goodput)
-        self.inter_token_ms: float | None = args.inter_token_ms
+        bound = llm.config.scheduler.max_inter_token_ms
+        self.inter_token_ms: float | None = args.inter_token_ms or bound
         self._llm, self._args, self._pool = llm, args, pool
         self._variants = variants
 
@@ -277,7 +271,8 @@ class _Bench:
     def _serve(
         self, variant: Variant, trace: RequestTrace, load: Load, requests: Requests, seed: int
     ) -> tuple[LoadRun, list[StepRecord]]:
-        limits = _limits(self._llm.config, variant.chunk, max_num_seqs=trace.streams)
+        own = {"chunked_prefill_size": variant.chunk, "max_num_seqs": trace.streams}
+        limits = self._llm.config.scheduler.model_copy(update=own)
         engine = engine_beside(self._llm.engine, variant.controller, limits)
         with recorded_steps(engine) as steps:
             run = run_offline(engine, load, requests, seed=seed)

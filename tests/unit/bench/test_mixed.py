@@ -23,6 +23,7 @@ from tests.helpers.rounds import verified_round
 from tests.unit.bench.configs import write_config, write_dataset
 
 SMALL = "--traces mid --num-requests 5 --streams 2 --prompt-tokens 30:90 --output-tokens 6:20"
+SMALL += " --random-prompts"
 ONCE = "--warm-up 1 --repetitions 1"
 
 
@@ -69,13 +70,15 @@ def test_a_prompt_of_any_length_is_the_end_of_its_text_after_the_texts_before_it
         assert inner[::-1] == list(islice(backwards, room))
 
 
+def pool_of(config, **given):
+    names = ("dataset", "column", "category", "random_prompts")
+    args = {**dict.fromkeys(names), "category_column": "category", "seed": 0, **given}
+    return prompt_pool(argparse.Namespace(**args), ServeSpecConfig.load(config))
+
+
 def test_a_chat_that_is_as_long_as_wanted_is_rendered_as_any_other(config, tmp_path):
-    file, configured = write_dataset(tmp_path), ServeSpecConfig.load(config)
-    args = argparse.Namespace(
-        dataset=[str(file)], column=None, category=None, category_column="category", seed=0
-    )
-    pool = prompt_pool(argparse.Namespace(**vars(args), random_prompts=None), configured)
-    encoder = ChatEncoder(configured)
+    file, encoder = write_dataset(tmp_path), ChatEncoder(ServeSpecConfig.load(config))
+    pool = pool_of(config, dataset=[str(file)])
     chats = [encoder.encode(chat) for chat in read_dataset(str(file), Columns())]
     prompts = [
         pool.prompt(number, len(pool.before) + len(text) + len(pool.after))
@@ -83,10 +86,17 @@ def test_a_chat_that_is_as_long_as_wanted_is_rendered_as_any_other(config, tmp_p
     ]
     assert sorted(prompts) == sorted(chats)
     assert pool.about == f"prompts of {file}, joined, as chats"
-    drawn = prompt_pool(
-        argparse.Namespace(**{**vars(args), "dataset": None}, random_prompts=True), configured
-    )
-    assert len(set(drawn.prompt(0, 300))) > 20
+
+
+def test_without_a_dataset_prompts_are_source_files_or_as_wanted_random(config, monkeypatch):
+    monkeypatch.setattr("serve_spec.bench.prompts.installed", list)
+    pools = pool_of(config), pool_of(config, random_prompts=True)
+    assert [pool.about for pool in pools] == [
+        "prompts of source files (networkx, aiohttp)",
+        "prompts of random tokens",
+    ]
+    sources, drawn = (len(set(pool.prompt(0, 300))) for pool in pools)
+    assert sources < drawn, "source files repeat their characters"
 
 
 def served(due, chunk_s, token_ids):
@@ -206,9 +216,8 @@ def test_every_variant_serves_the_same_texts_and_a_file_shows_what_was_printed(
     assert {each["load"] for each in closed} == {"closed 2"}
     assert len({each["load"] for each in half}) == 1, "the same arrivals for all"
     by_name = {each["variant"]: each for each in closed}
-    # Two requests at a time: the other one decodes while the prompt is computed.
-    assert by_name["K=3, 8"]["prompt_tokens_per_step"] <= 10
-    assert by_name["K=3, 64"]["prompt_tokens_per_step"] > 10
+    assert by_name["off, 8"]["prompt_tokens_per_step"] <= 8
+    assert 8 < by_name["off, 64"]["prompt_tokens_per_step"] <= 64
     assert by_name["off, 8"]["accept_length"] == 1.0 < by_name["K=3, 8"]["accept_length"]
     printed = capsys.readouterr().out
     assert "x best" in printed
@@ -217,11 +226,23 @@ def test_every_variant_serves_the_same_texts_and_a_file_shows_what_was_printed(
     assert capsys.readouterr().out == printed
 
 
+def test_bounds_are_those_of_chunks_that_follow_them(config, tmp_path, capsys):
+    head, *found = run(
+        tmp_path / "r.jsonl",
+        f"""--config {config} {SMALL} {ONCE} --num-requests 9 --depths 0 3 --chunks 8 auto
+        --loads closed --max-inter-token-ms 60000 --max-step-ratio 1.01""",
+    )
+    assert head["inter_token_ms"] == 60000
+    assert [each["is_fixed"] for each in head["variants"].values()] == [True, False] * 2
+    assert all(each["gaps_within"] == 1.0 for each in found)
+    assert "gaps <= 60000" in capsys.readouterr().out
+
+
 def test_forced_acceptance_has_the_wanted_length_and_no_texts_to_compare(config, tmp_path, capsys):
     head, *found = run(
         tmp_path / "r.jsonl",
         f"""--config {config} {SMALL} {ONCE} --output-tokens 35 --depths 3 --chunks 64
-        --loads closed --acceptance 1.0 1.0 --random-prompts""",
+        --loads closed --acceptance 1.0 1.0""",
     )
     assert head["environment"]["synthetic_acceptance"] == [1.0, 1.0]
     assert head["prompts"] == "prompts of random tokens"
@@ -245,7 +266,7 @@ def test_a_target_without_drafts_compares_chunks_and_its_capacity_may_be_given(c
         ("--loads 0.5", "--loads=0.5: are fractions of an unknown capacity; add closed or"),
         ("--traces mid chat --capacity 3", "--capacity=3: is the capacity of one trace; give one"),
         ("--chunks null", "--chunks=null: prompts are to be split; give tokens or auto"),
-        ("--chunks 0", "--chunks=0"),
+        ("--chunks auto 0", "--chunks=0: prompts are to be split; give tokens or auto"),
         ("--chunked-prefill-size 9", "--chunked-prefill-size=9: every variant has its own; give"),
         ("--depths 40", "drafts of 40: not built at start; use some of"),
         ("--prompt-tokens 500", "--traces=mid: a request has up to 520 tokens, max_model_len=128"),
@@ -257,7 +278,7 @@ def test_a_target_without_drafts_compares_chunks_and_its_capacity_may_be_given(c
             "--acceptance 2.5 --synthetic-acceptance 2",
             "--acceptance=2.5: --synthetic-acceptance is given, too; leave one",
         ),
-        ("--dataset x --random-prompts", "--random-prompts=True: chooses no prompts of --dataset"),
+        ("--dataset x", "--random-prompts=True: chooses no prompts of --dataset"),
     ],
 )
 def test_wrong_arguments_are_refused_in_a_line(config, flags, message):
