@@ -20,7 +20,7 @@ _COMMANDS = {
         "measure a pair: cost table, depths and trees per batch size, report",
     ),
     "breakeven": ("bench.command", "compute the break-even accept rate of speculation"),
-    "bench": ("bench.command", "run adaptive, offline, online, trace, tune, breakeven"),
+    "bench": ("bench.command", "run adaptive, offline, online, mixed, trace, tune, breakeven"),
     "check-config": ("config.command", "check a model and print its configuration, or its errors"),
     "collect-env": ("config.environment", "print versions and machine, for an issue"),
     "completion": ("cli", "print a script that completes commands and flags in a shell"),
