@@ -37,7 +37,7 @@ _MOST_REQUESTS = 256
 
 
 class DraftKnowledge:
-    """Learns how many drafts of chains, trees and n-grams are accepted.
+    """Learns how many drafts of chains, trees, n-grams and grammars are accepted.
 
     Greedy and sampled requests are apart: of the same text, fewer drafts of the latter survive.
 
@@ -48,6 +48,7 @@ class DraftKnowledge:
         self.max_steps = max_steps
         self.calibration = DraftCalibration(max_steps)
         self.ngrams = PositionRates(max_steps)
+        self.grammars = PositionRates(max_steps, [_GRAMMAR_RATE] * max_steps)
         self._recent = [RecentDrafts(max_steps, accept_rates) for _ in KINDS]
         self._has_prior = accept_rates is not None
         self.has_logprobs = False  # whether drafts have scores
@@ -83,8 +84,15 @@ class DraftKnowledge:
                 for name in ("steps_per_req", "correct_per_req")
             )
             self.ngrams.learn(*tallied(verified, correct, self.max_steps))
-        if newest:
-            self.pairs = self.calibration.pairs(self.ngrams.rates)
+        by_grammar = [counts for r in records for counts in r.grammar_drafts]
+        if by_grammar:
+            verified, correct = np.array(by_grammar[-_MOST_REQUESTS:]).T
+            self.grammars.learn(*tallied(verified, correct, self.max_steps))
+        if newest or by_grammar:
+            self.pairs = self._pairs()
+
+    def _pairs(self) -> Calibration:
+        return self.calibration.pairs(self.ngrams.rates, self.grammars.rates)
 
     def _tallied(self, records: Sequence[StepRecord], kind: int) -> tuple[list[float], list[float]]:
         """Return trials and accepted model drafts by position of one kind of requests."""
@@ -158,6 +166,7 @@ class DraftKnowledge:
         return {
             "calibration": self.calibration.state(),
             "ngrams": self.ngrams.state(),
+            "grammars": self.grammars.state(),
             "has_logprobs": self.has_logprobs,
             "tree_gain": self.tree_gain,
             "recent": {str(kind): self._recent[kind].state() for kind in KINDS},
@@ -170,18 +179,20 @@ class DraftKnowledge:
         """
         self.calibration.restore(section(state, "calibration"))
         self.ngrams.restore(section(state, "ngrams"))
+        self.grammars.restore(section(state, "grammars"))
         self.has_logprobs = bool(number(state, "has_logprobs", 0.0, 1.0))
         self.tree_gain = number(state, "tree_gain", -2.0, 2.0)
         if not self._has_prior:
             for kind in KINDS:
                 self._recent[kind].restore(section(section(state, "recent"), str(kind)))
-        self.pairs = self.calibration.pairs(self.ngrams.rates)
+        self.pairs = self._pairs()
 
     def snapshot(self) -> dict[str, object]:
         """Return rates and calibration, JSON-able."""
         return {
             "acceptance": {"positions": self.chains.snapshot()},
             "text_acceptance": self.ngrams.snapshot() if any(self.ngrams.trials) else None,
+            "grammar_acceptance": self.grammars.snapshot() if any(self.grammars.trials) else None,
             "calibration": self.calibration.snapshot(),
         }
 
@@ -194,6 +205,8 @@ def _kinds_of(record: StepRecord) -> Indices:
 
 FIRST_RATE = 0.7
 """Fraction of reached drafts that are accepted, of a drafter of which nothing is known."""
+# The same of grammar drafts: a text may have other tokens or white space than expected.
+_GRAMMAR_RATE = 0.95
 # Trials that the prior of a position counts as.
 _PRIOR_TRIALS = 8.0
 _LEAST = 1e-3
@@ -410,14 +423,15 @@ class DraftCalibration:
         for sums, weights in zip(self._bins, (None, known, accepted[row, place]), strict=True):
             sums += np.bincount(bins, weights, sums.size).reshape(sums.shape)
 
-    def pairs(self, ngram_rates: Sequence[float]) -> Calibration:
-        """Return what the device is given. N-gram drafts have no scores: their rates decide.
+    def pairs(self, *rates: Sequence[float]) -> Calibration:
+        """Return what the device is given. Drafts of the host have no scores: their rates decide.
 
-        ngram_rates: probability that an n-gram draft is accepted once reached, by position.
+        rates: of n-gram drafts, then of grammar drafts: probability that one is accepted once
+        reached, by position.
         """
         model = [tuple([(w, b) for w, b in kind]) for kind in self._pairs.round(4).tolist()]
-        ngrams = [(0.0, round(math.log(rate / (1.0 - rate)), 4)) for rate in ngram_rates]
-        return (*model, tuple(ngrams))
+        given = [tuple([(0.0, round(math.log(p / (1.0 - p)), 4)) for p in kind]) for kind in rates]
+        return (*model, *given)
 
     def state(self) -> State:
         """Return what outlives a restart."""

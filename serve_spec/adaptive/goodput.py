@@ -82,7 +82,7 @@ class GoodputPolicy(StepPolicy):
         self._weigher = Candidates(self.allowed, self._planner, self.drafts, per_sequence)
         self._explored = False
         self._trial: frozenset[str] | None = None
-        self._ngram_steps = self._rounds_without_ngrams = 0
+        self._ngram_steps = self._rounds_without_ngrams = self._grammar_steps = 0
         self._rounds_left = self._rounds_at_shape = 0
         self._to_learn: list[StepRecord] = []
         self._prompts = PromptLoad()
@@ -125,6 +125,8 @@ class GoodputPolicy(StepPolicy):
             answer = replace(answer, steps_per_req=steps)
         if batch.ngram_steps:
             answer = replace(answer, ngram_steps=self._ngram_steps_of(batch))
+        if batch.grammar_steps:
+            answer = replace(answer, grammar_steps=self._grammar_steps)
         if batch.max_prompt_tokens:
             drafts = answer.shape.size * batch.size if answer.budget is None else answer.budget
             ms = answer.notes.predicted_ms or 0.0
@@ -169,7 +171,8 @@ class GoodputPolicy(StepPolicy):
         ms = record.step_ms
         if work.prompts:
             ms = self.costs.ms(work) + self.costs.prompts.entry_ms * work.entries
-        return ms - record.num_output_tokens * plan.ms / (self._load.work.size + plan.expected)
+        tokens = sum(record.accept_lengths)  # grammar drafts are accepted whatever the plan
+        return ms - tokens * plan.ms / (self._load.work.size + plan.expected)
 
     def _plan(self, batch: DecodeBatch, at: int) -> None:
         moved, self._at = at != self._at, at
@@ -190,6 +193,7 @@ class GoodputPolicy(StepPolicy):
         self._ngram_steps = (
             self._planner.ngram_steps(load, chosen, rates) if batch.ngram_steps else 0
         )
+        self._grammar_steps = self._planner.grammar_steps(load, self.drafts.grammars.rates)
         trial = None
         if not guard.rounds_left:
             is_first = guard.plain is None

@@ -117,6 +117,17 @@ class Planner:
         best = int(speeds.argmax())
         return best if speeds[best] >= chosen.tokens_per_ms else 0
 
+    def grammar_steps(self, load: Load, rates: Sequence[float]) -> int:
+        """Return how many grammar drafts a request verifies at most, if all have as many.
+
+        rates: probability by position that they are accepted.
+        """
+        size = load.work.size
+        expected = size * np.cumsum(np.cumprod([1.0, *rates]))
+        drafts = size * np.arange(float(len(expected)))
+        ms = self.costs.chains_ms(load.work, drafts)[0]
+        return int((expected / ms).argmax())
+
     def marginal_ms(
         self, work: Work, rates: Sequence[float], bound: Callable[[int], int]
     ) -> dict[str, float]:

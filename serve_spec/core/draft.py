@@ -14,6 +14,7 @@ parents              of the drafts of a tree: the draft before each, counted fro
                      A parent comes before its children
 draft / target       the two models
 topk                 children of a drafted token; 1 makes a chain of it, more a tree
+grammar drafts       the usual tokens of text that a grammar forces; counted apart from all others
 beam                 the topk tokens of a tree's level that have children
 """
 
@@ -78,8 +79,23 @@ PLAIN = DraftShape.chain(0)
 """No drafting."""
 
 
+class GrammarLimits(NamedTuple):
+    """Grammar drafts that the steps of a worker have room for.
+
+    steps: most of a request. steps_with_prompts: most in a step with prefill chunks. tokens: most
+    roots and drafts of a step with any; None: no limit.
+    """
+
+    steps: int = 0
+    steps_with_prompts: int = 0
+    tokens: int | None = None
+
+
+NO_GRAMMAR_DRAFTS = GrammarLimits()
+
+
 class NgramDrafts(NamedTuple):
-    """N-gram drafts of one request; `parents` only if they form a tree.
+    """N-gram or grammar drafts of one request; `parents` only if they form a tree.
 
     match: tokens of the text before them that were found elsewhere, 0 if unknown.
     """

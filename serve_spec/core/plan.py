@@ -10,10 +10,11 @@ from typing import NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_spec.core.draft import PLAIN, DraftShape
+from serve_spec.core.draft import PLAIN, DraftShape, NgramDrafts
 from serve_spec.core.request import SamplingParams, TokenLogprob
 from serve_spec.core.round import (
     AS_DRAWN,
+    FROM_GRAMMAR,
     FROM_NGRAM,
     GREEDY,
     SAMPLED,
@@ -50,7 +51,7 @@ class ScheduledRequest(NamedTuple):
     wanted.
     `draft_ids` are n-gram drafts, used instead of a draft model's; a match of `draft_match` tokens
     gave them. `draft_parents` are those of a tree: the draft before each, counted from 1, 0 for the
-    root.
+    root. If `from_grammar`, they are grammar drafts.
     `edited` is set if the request draws with score edits, unless a step in flight adds tokens that
     only the device knows.
     `generated_ids` are the committed tokens after the prompt, if they decide which tokens may be
@@ -76,6 +77,7 @@ class ScheduledRequest(NamedTuple):
     draft_ids: tuple[int, ...] = ()
     draft_parents: tuple[int, ...] = ()
     draft_match: int = 0
+    from_grammar: bool = False
     edited: EditedText | None = None
     generated_ids: tuple[int, ...] = ()
 
@@ -95,18 +97,40 @@ class ScheduledRequest(NamedTuple):
         return self.shape.size
 
     @property
+    def num_guesses(self) -> int:
+        """Drafts that are verified, without grammar drafts."""
+        return 0 if self.from_grammar else self.num_draft_tokens
+
+    @property
+    def guessed_steps(self) -> int:
+        """Levels of its drafts, without grammar drafts."""
+        return 0 if self.from_grammar else self.num_steps
+
+    @property
+    def num_ngram_drafts(self) -> int:
+        """N-gram drafts that were found, also those that are not verified."""
+        return 0 if self.from_grammar else len(self.draft_ids)
+
+    @property
     def query_len(self) -> int:
         """Tokens of the target forward: committed ones and drafts."""
         return len(self.token_ids) + self.num_draft_tokens
 
     @property
+    def given_drafts(self) -> NgramDrafts:
+        """N-gram or grammar drafts, which are part of the plan."""
+        return NgramDrafts(self.draft_ids, self.draft_parents, self.draft_match)
+
+    @property
     def draft_kind(self) -> int:
         """See `Calibration`."""
-        return FROM_NGRAM if self.draft_ids else GREEDY if self.params.is_greedy else SAMPLED
+        if self.draft_ids:
+            return FROM_GRAMMAR if self.from_grammar else FROM_NGRAM
+        return GREEDY if self.params.is_greedy else SAMPLED
 
     @property
     def model_steps(self) -> int:
-        """Levels that a draft model drafts; 0 with n-gram drafts."""
+        """Levels that a draft model drafts; 0 with n-gram or grammar drafts."""
         return 0 if self.draft_ids else self.num_steps
 
 
@@ -114,10 +138,10 @@ class ScheduledRequest(NamedTuple):
 class ScheduledBatch:
     """The plan of a step: decoding requests first, `batch_size` of them.
 
-    `shape` is the largest that a request drafts. A plan that `follows` was made while the step
-    before it ran: `token_ids`, `start`, `draft_start` and `extend_ids` of its decoding requests are
-    those before that step; the worker's request slots hold the current ones. `max_missing` bounds
-    the draft KV entries that any request extends by.
+    `shape` is the largest that a request drafts, beside grammar drafts. A plan that `follows` was
+    made while the step before it ran: `token_ids`, `start`, `draft_start` and `extend_ids` of its
+    decoding requests are those before that step; the worker's request slots hold the current ones.
+    `max_missing` bounds the draft KV entries that any request extends by.
     """
 
     requests: tuple[ScheduledRequest, ...]

@@ -68,9 +68,14 @@ class StepRecord:
     is_ngram: Sequence[bool] = ()
     """Which of them verified n-gram drafts; empty if there is only one source of drafts."""
     accept_lengths: Sequence[int] = ()
-    """Tokens each decoding request emitted."""
+    """Tokens each decoding request emitted, without accepted grammar drafts."""
     num_draft_tokens: int = 0
     """Drafts verified, n-gram drafts included."""
+    grammar_drafts: Sequence[tuple[int, int]] = ()
+    """Of each decoding request with grammar drafts: those verified, and those accepted. In the
+    other columns such a request has no drafts."""
+    num_grammar_tokens: int = 0
+    """Grammar drafts accepted and emitted."""
     num_tokens: int = 0
     """Context tokens of all decoding requests, before the step."""
     num_stale_seqs: int = 0
@@ -129,11 +134,16 @@ class StepRecord:
     @property
     def num_output_tokens(self) -> int:
         """Tokens they emitted."""
-        return sum(self.accept_lengths)
+        return sum(self.accept_lengths) + self.num_grammar_tokens
+
+    @property
+    def num_grammar_drafts(self) -> int:
+        """Grammar drafts verified."""
+        return sum([verified for verified, _ in self.grammar_drafts])
 
     @property
     def num_correct_drafts(self) -> int:
-        """Accepted and emitted drafts."""
+        """Accepted and emitted drafts, without grammar drafts."""
         return sum(self.accept_lengths) - len(self.accept_lengths)
 
     @property
@@ -144,7 +154,7 @@ class StepRecord:
     @property
     def num_planned_drafts(self) -> int:
         """Drafts that were computed."""
-        return self.num_draft_tokens + self.num_stale_drafts
+        return self.num_draft_tokens + self.num_grammar_drafts + self.num_stale_drafts
 
     @property
     def is_plain(self) -> bool:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from functools import cached_property
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import Grammar, structured_grammar
+from serve_spec.core.stats import SpeculationStats
 
 Prompt: TypeAlias = str | list[int]
 """A text, or token ids."""
@@ -330,65 +331,6 @@ def _is_count(value: int | None) -> bool:
 def _in_range(value: float, low: float, high: float) -> bool:
     """Return whether low ≤ value ≤ high; False for NaN."""
     return low <= value <= high
-
-
-@dataclass
-class SpeculationStats:
-    """Speculation of one request, summed over its decode rounds.
-
-    `num_draft_tokens` counts verified drafts, `num_correct_drafts` accepted and emitted ones.
-    `synthetic_acceptance`: the engine forces acceptance for a load test; the text is not real.
-    """
-
-    num_rounds: int = 0
-    num_draft_tokens: int = 0
-    num_correct_drafts: int = 0
-    rounds_by_correct: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Rounds by `num_steps`, then by accepted drafts, also those behind a stop string."""
-    synthetic_acceptance: bool = False
-    rounds: list[tuple[int, int]] | None = None
-    """Verified and accepted drafts of each round with drafts; None unless wanted."""
-
-    @property
-    def rounds_by_num_steps(self) -> dict[int, int]:
-        """Return the rounds by verified drafts, of trees by levels."""
-        return {n: sum(rounds.values()) for n, rounds in self.rounds_by_correct.items()}
-
-    @property
-    def accept_length(self) -> float:
-        """Tokens per decode round: accepted drafts and the bonus token; 1.0 without speculation."""
-        return 1.0 + self.num_correct_drafts / self.num_rounds if self.num_rounds else 1.0
-
-    def observe(
-        self, num_steps: int, num_correct_drafts: int, num_draft_tokens: int | None = None
-    ) -> None:
-        """Count one round of `num_steps` verified drafts, or of a tree of so many levels."""
-        num_drafts = num_steps if num_draft_tokens is None else num_draft_tokens
-        self.num_rounds += 1
-        self.num_draft_tokens += num_drafts
-        self.num_correct_drafts += num_correct_drafts
-        rounds = self.rounds_by_correct.setdefault(num_steps, {})
-        rounds[num_correct_drafts] = rounds.get(num_correct_drafts, 0) + 1
-        if self.rounds is not None and num_drafts:
-            self.rounds.append((num_drafts, num_correct_drafts))
-
-    def copy(self) -> Self:
-        """Return the counts of now, which later rounds do not change."""
-        sums = {n: dict(by_correct) for n, by_correct in self.rounds_by_correct.items()}
-        rounds = None if self.rounds is None else [*self.rounds]
-        return replace(self, rounds_by_correct=sums, rounds=rounds)
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the JSON form, `usage.speculation` of the HTTP API."""
-        label = {"synthetic_acceptance": True} if self.synthetic_acceptance else {}
-        return {
-            **label,
-            "num_rounds": self.num_rounds,
-            "num_draft_tokens": self.num_draft_tokens,
-            "num_correct_drafts": self.num_correct_drafts,
-            "accept_length": round(self.accept_length, 4),
-            "rounds_by_num_steps": {str(k): n for k, n in sorted(self.rounds_by_num_steps.items())},
-        }
 
 
 class TokenDelta(NamedTuple):

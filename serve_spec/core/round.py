@@ -15,13 +15,13 @@ from serve_spec.core.draft import DraftShape
 Calibration: TypeAlias = tuple[tuple[tuple[float, float], ...], ...]
 """From log probabilities to acceptance, see `ops.admission`: (weight, bias) by kind and place.
 
-Kinds: `GREEDY` and `SAMPLED` requests' model drafts, and n-gram drafts (`FROM_NGRAM`). A position
-past the end has the last pair.
+Kinds: model drafts of `GREEDY` and of `SAMPLED` requests, n-gram drafts (`FROM_NGRAM`) and grammar
+drafts (`FROM_GRAMMAR`). A position past the end has the last pair.
 """
 
-GREEDY, SAMPLED, FROM_NGRAM = range(3)
+GREEDY, SAMPLED, FROM_NGRAM, FROM_GRAMMAR = range(4)
 
-AS_DRAWN: Calibration = (((1.0, 0.0),),) * 3
+AS_DRAWN: Calibration = (((1.0, 0.0),),) * 4
 """A draft's probability of acceptance is the one it was drawn with."""
 
 
@@ -88,6 +88,8 @@ class DecodeBatch:
     ngram_steps: Sequence[int] = ()
     """N-gram drafts of each request, which it may verify instead of a model's; empty if there is
     only one source of drafts."""
+    grammar_steps: Sequence[int] = ()
+    """Grammar drafts of each request, which it verifies instead of any others; empty: none."""
 
     @property
     def size(self) -> int:
@@ -132,6 +134,7 @@ class RoundSteps:
 
     A request never drafts deeper than its `max_steps`. With n-gram drafts it verifies `ngram_steps`
     of them, whatever the shape (None: as many as it would draft otherwise; 0: a model drafts).
+    With grammar drafts it verifies those, at most `grammar_steps` (None: all), whatever the rest.
     """
 
     shape: DraftShape
@@ -139,8 +142,9 @@ class RoundSteps:
     notes: RoundNotes = field(default=NO_NOTES, compare=False)
     ngram_steps: Sequence[int] | None = None
     budget: int | None = None
-    """Most drafts of the whole step that the target verifies: those likeliest to be accepted. None:
-    all that were drafted."""
+    """Most drafts of the whole step that the target verifies, beside grammar drafts: those
+    likeliest to be accepted. None: all that were drafted."""
+    grammar_steps: int | None = None
     calibration: Calibration = field(default=AS_DRAWN, compare=False)
     """Turns a draft's log probability into its probability of acceptance."""
     prompt_tokens: int | None = None

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenLogprob
+from serve_spec.core.request import FinishReason, SamplingParams, TokenLogprob
+from serve_spec.core.stats import SpeculationStats
 
 
 @dataclass(eq=False)

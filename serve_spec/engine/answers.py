@@ -11,10 +11,10 @@ from serve_spec.core.request import (
     Logprob,
     Prompt,
     RequestOutput,
-    SpeculationStats,
     TokenDelta,
     TokenLogprob,
 )
+from serve_spec.core.stats import SpeculationStats
 from serve_spec.engine.tokenizer import Tokenizer
 
 

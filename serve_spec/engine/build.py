@@ -209,6 +209,7 @@ def _scheduler(
         if drafter is None
         else ModelDrafts(drafter.slots_past, drafter.first_entry),
         vocab_size=worker.vocab_size,
+        grammar_limits=worker.grammar_limits,
     )
 
 

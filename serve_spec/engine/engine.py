@@ -14,7 +14,7 @@ from serve_spec.core.grammar import Grammar
 from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch
 from serve_spec.core.record import StepRecord, StepTimes
 from serve_spec.core.request import FinishReason, Prompt, SamplingParams, TokenDelta
-from serve_spec.core.round import NO_NOTES, RoundNotes
+from serve_spec.core.round import FROM_NGRAM, NO_NOTES, RoundNotes
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.inputs import EngineLimits, InputProcessor
 from serve_spec.engine.policy_cache import PolicyCache
@@ -61,6 +61,7 @@ class EngineCounters:
     num_decode_tokens: int = 0
     num_draft_tokens: int = 0
     num_correct_drafts: int = 0
+    num_grammar_tokens: int = 0
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     draft_ms: float = 0.0
@@ -68,9 +69,8 @@ class EngineCounters:
 
     @property
     def accept_length(self) -> float:
-        """Tokens per decoding request and step."""
-        requests = self.num_decode_requests
-        return self.num_decode_tokens / requests if requests else 1.0
+        """Tokens per decoding request and step, without grammar drafts."""
+        return 1.0 + self.num_correct_drafts / max(1, self.num_decode_requests)
 
     def observe(self, record: StepRecord) -> None:
         """Add one executed step."""
@@ -79,6 +79,7 @@ class EngineCounters:
         self.num_decode_tokens += record.num_output_tokens
         self.num_draft_tokens += record.num_draft_tokens
         self.num_correct_drafts += record.num_correct_drafts
+        self.num_grammar_tokens += record.num_grammar_tokens
         self.num_prefix_query_tokens += record.num_prefix_query_tokens
         self.num_prefix_hit_tokens += record.num_prefix_hit_tokens
         self.draft_ms += record.draft_ms
@@ -344,6 +345,7 @@ def scheduler_snapshot(scheduler: Scheduler, counters: EngineCounters) -> dict[s
             "decode_tokens": counters.num_decode_tokens,
             "draft_tokens": counters.num_draft_tokens,
             "correct_drafts": counters.num_correct_drafts,
+            "grammar_tokens": counters.num_grammar_tokens,
             "draft_ms": round(counters.draft_ms, 3),
             "verify_ms": round(counters.verify_ms, 3),
         },
@@ -363,34 +365,35 @@ def step_record(
     decoded = [each for each in committed if each.scheduled.is_decode]
     live = [each for each in decoded if not each.seq.finished]
     ended = [each.seq for each in committed if each.seq.finished]
-    has_model, has_ngrams = scheduler.drafts.has_model, scheduler.drafts.ngrams is not None
-    drafted = [req.model_steps if has_model else req.num_steps for req in planned]
+    has_model = scheduler.drafts.has_model
+    has_both = has_model and scheduler.drafts.ngrams is not None
+    drafted = [req.model_steps if has_model else req.guessed_steps for req in planned]
     num_drafts = sum([each.num_drafts for each in decoded])
+    num_verified = sum([each.num_verified for each in decoded])
+    budgeted = [] if plan.budget is None else live
     logprobs = result.draft_logprobs if plan.shape.depth else None
     num_queries, num_hits = queue.take_prefix_counts()
     return StepRecord(
         shape=plan.shape,
         request_ids=tuple([each.seq.request_id for each in live]),
         steps_per_req=tuple([each.num_steps for each in live]),
-        drafted_per_req=tuple([each.scheduled.num_draft_tokens for each in live])
-        if plan.budget is not None
-        else (),
+        drafted_per_req=tuple([each.scheduled.num_guesses for each in budgeted]),
         draft_logprobs=None if logprobs is None else logprobs[[each.number for each in live]],
         budget=plan.budget,
         correct_per_req=tuple([each.num_correct_drafts for each in live]),
         is_sampled=tuple([not each.scheduled.params.is_greedy for each in live]),
-        is_ngram=tuple([bool(each.scheduled.draft_ids) for each in live])
-        if has_ngrams and has_model
-        else (),
-        accept_lengths=tuple([len(each.token_ids) for each in decoded]),
+        is_ngram=tuple([each.scheduled.draft_kind == FROM_NGRAM for each in live if has_both]),
+        accept_lengths=tuple([len(each.token_ids) - each.num_grammar_tokens for each in decoded]),
         num_draft_tokens=num_drafts,
+        grammar_drafts=tuple([each.grammar_drafts for each in decoded if each.grammar_drafts[0]]),
+        num_grammar_tokens=sum([each.num_grammar_tokens for each in decoded]),
         num_tokens=sum([len(each.seq) - len(each.token_ids) for each in decoded]),
         num_stale_seqs=len(planned) - len(decoded),
-        num_stale_drafts=sum(plan.verified_drafts(result)[: len(planned)]) - num_drafts,
+        num_stale_drafts=sum(plan.verified_drafts(result)[: len(planned)]) - num_verified,
         num_sampled=sum([not req.params.is_greedy for req in planned]),
         num_drafting=sum([steps > 0 for steps in drafted]),
         deepest=max(drafted, default=0),
-        num_ngram_drafts=sum([len(req.draft_ids) for req in planned]) if has_model else 0,
+        num_ngram_drafts=sum([req.num_ngram_drafts for req in planned]) if has_model else 0,
         num_extend_tokens=sum([len(req.extend_ids) for req in planned if req.model_steps]),
         num_prefill_tokens=plan.num_prefill_tokens,
         num_prefill_pairs=plan.num_prefill_pairs,

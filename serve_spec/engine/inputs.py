@@ -13,8 +13,9 @@ import msgspec
 from serve_spec.config.engine import ModelConfig
 from serve_spec.core.errors import CheckpointError, InvalidRequest, TextTooLong
 from serve_spec.core.grammar import Grammar
-from serve_spec.core.request import Prompt, SamplingParams, SpeculationStats
+from serve_spec.core.request import Prompt, SamplingParams
 from serve_spec.core.sequence import Sequence
+from serve_spec.core.stats import SpeculationStats
 from serve_spec.engine.tokenizer import Tokenizer
 
 # Keys of generation_config.json that vLLM reads, and our names.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import islice
 
 from serve_spec.core.request import FinishReason, TokenDelta
@@ -95,8 +94,7 @@ class OutputText:
             return delta
         stats = delta.speculation
         if stats is not None:
-            num_correct = stats.num_correct_drafts - (len(delta.token_ids) - count)
-            stats = replace(stats, num_correct_drafts=num_correct)
+            stats = stats.without(len(delta.token_ids) - count)
         return delta._replace(
             token_ids=delta.token_ids[:count],
             logprobs=None if delta.logprobs is None else delta.logprobs[:count],

@@ -27,6 +27,9 @@ class MaskSource(Protocol):
     def prepare(self, running: list[Sequence]) -> tuple[set[str], Mapping[str, Exception]]:
         """Return which requests have no mask of the next draw yet, and which fail, and why."""
 
+    def drafts(self, seq: Sequence) -> tuple[int, ...]:
+        """Return the grammar drafts of a request whose mask is ready."""
+
 
 class RequestQueue:
     """Admits by priority, then in order of arrival; preempts in reverse order if pages run out.
@@ -154,6 +157,10 @@ class RequestQueue:
             self.finish(seq, FinishReason.ABORT)
         self.failed |= failed
         return unready
+
+    def grammar_drafts(self, seq: Sequence) -> tuple[int, ...]:
+        """Return the drafts that the grammar of a request forces, if it has one."""
+        return self.masks.drafts(seq) if self.masks is not None and seq.params.grammar else ()
 
     def after_step(
         self, in_flight: Mapping[str, ScheduledRequest], unready: Container[str] = ()

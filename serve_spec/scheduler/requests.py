@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from serve_spec.core.draft import (
     MAX_TREE_TOKENS,
+    NO_GRAMMAR_DRAFTS,
     PLAIN,
     DraftShape,
+    GrammarLimits,
     ModelDrafts,
     NgramDrafter,
     NgramDrafts,
@@ -107,10 +111,16 @@ SHORT_EXTEND = 32
 
 
 class RequestDrafts(NamedTuple):
-    """What a request drafts. `is_ngram`: n-gram drafts instead of the draft model's."""
+    """What a request drafts. `is_ngram`, `is_grammar`: such drafts instead of the draft model's."""
 
     shape: DraftShape
     is_ngram: bool = False
+    is_grammar: bool = False
+
+    @property
+    def is_model(self) -> bool:
+        """Return whether a draft model makes them, if there is one."""
+        return self.shape.depth > 0 and not (self.is_ngram or self.is_grammar)
 
     def shortened(self) -> RequestDrafts:
         """Return the drafts to try if these do not fit: a chain one shorter, or none for a tree."""
@@ -118,12 +128,21 @@ class RequestDrafts(NamedTuple):
         return self._replace(shape=DraftShape.chain(shape.depth - 1) if shape.is_chain else PLAIN)
 
 
+_LONG_MATCH = 18
+"""Grammar drafts seem as likely as n-gram drafts after a match of so many tokens: 0.95."""
+
+
 @dataclass(frozen=True)
 class DraftSource:
-    """Where drafts come from: n-grams in `ngrams`, a draft model, or one of them per request."""
+    """Where drafts come from: n-grams in `ngrams`, a draft model, or one of them per request.
+
+    Of requests with a grammar they may come from `grammars`, within `grammar_limits`.
+    """
 
     ngrams: NgramDraftCache | None
     model: ModelDrafts | None
+    grammars: Callable[[Sequence], tuple[int, ...]] = lambda seq: ()
+    grammar_limits: GrammarLimits = NO_GRAMMAR_DRAFTS
 
     @property
     def has_model(self) -> bool:
@@ -139,7 +158,35 @@ class DraftSource:
 
     def is_ngram(self, drafts: RequestDrafts) -> bool:
         """Return whether these are n-gram drafts."""
+        if drafts.is_grammar:
+            return False
         return drafts.is_ngram or (drafts.shape.depth > 0 and not self.has_model)
+
+    def grammar_steps(
+        self, decoding: SequenceOf[Sequence], most: SequenceOf[int], *, has_prompts: bool
+    ) -> list[int]:
+        """Return how many grammar drafts each request can verify; empty if none has any.
+
+        If the step has no room for all of them, the requests get equal numbers.
+        """
+        limits = self.grammar_limits
+        least = limits.steps_with_prompts if has_prompts else limits.steps
+        if not least:
+            return []
+        found = [
+            min(len(self.grammars(seq)), count, least) if count and seq.params.grammar else 0
+            for seq, count in zip(decoding, most, strict=True)
+        ]
+        room = sys.maxsize if limits.tokens is None else limits.tokens - len(found)
+        if (num := sum(map(bool, found))) and sum(found) > room:
+            found = [min(count, max(0, room) // num) for count in found]
+        return found if any(found) else []
+
+    def grammar_drafts(self, seq: Sequence, shape: DraftShape) -> NgramDrafts:
+        """Return the grammar drafts of a request as a shape, which may be a tree's."""
+        token_ids = self.grammars(seq)[: shape.size]
+        parents = () if shape.is_chain else tuple(range(len(token_ids)))
+        return NgramDrafts(token_ids, parents, _LONG_MATCH)
 
 
 def max_committed(req: ScheduledRequest | None) -> int:
@@ -189,6 +236,9 @@ def decode_batch(
         for seq, req in zip(decoding, reqs_before, strict=True)
     ]
     ngram_steps = [] if drafts.ngrams is None else drafts.ngrams.find(decoding, max_steps)
+    grammar_steps: list[int] = []
+    if not any(reqs_before):  # a step in flight adds tokens that decide what a grammar forces
+        grammar_steps = drafts.grammar_steps(decoding, max_steps, has_prompts=bool(prompts))
     return DecodeBatch(
         request_ids=[seq.request_id for seq in decoding],
         max_steps=max_steps if drafts.has_model else ngram_steps,
@@ -202,6 +252,7 @@ def decode_batch(
         prompts=prompts,
         max_prompt_tokens=max_prompt_tokens,
         ngram_steps=ngram_steps if drafts.has_model else [],
+        grammar_steps=grammar_steps,
     )
 
 
@@ -222,17 +273,25 @@ def ngram_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
     return [min(want, found) for want, found in zip(wanted, batch.ngram_steps, strict=True)]
 
 
+def grammar_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
+    """Return the number of grammar drafts per request that the policy wants."""
+    most = steps.grammar_steps
+    if most is not None:
+        return [min(found, most) for found in batch.grammar_steps or [0] * batch.size]
+    return list(batch.grammar_steps) or [0] * batch.size
+
+
 def usable_budget(
     steps: RoundSteps, reqs: SequenceOf[ScheduledRequest], *, may_choose: bool
 ) -> int | None:
-    """Return the policy's budget of drafts; None if all may be verified.
+    """Return the policy's budget of drafts, with grammar drafts; None if all may be verified.
 
     may_choose: whether the device may choose which drafts are verified.
     """
-    num_drafts = sum([req.num_draft_tokens for req in reqs])
-    if steps.budget is None or steps.budget >= num_drafts or not may_choose:
+    if steps.budget is None or not may_choose:
         return None
-    return max(steps.budget, 0)
+    budget = max(steps.budget, 0) + sum([req.num_draft_tokens for req in reqs if req.from_grammar])
+    return budget if budget < sum([req.num_draft_tokens for req in reqs]) else None
 
 
 def _shared(num_drafts: list[int], batch: DecodeBatch) -> list[int]:
@@ -249,18 +308,29 @@ def fair_drafts(steps: RoundSteps, batch: DecodeBatch) -> list[RequestDrafts]:
     If the room is too small for all drafts, it is shared evenly.
     """
     shape, ngram_drafts = steps.shape, ngram_steps(steps, batch)
-    wanted = zip(ngram_drafts, wanted_steps(steps, batch), batch.max_steps, strict=True)
-    usable = [of_ngrams or min(want, most) for of_ngrams, want, most in wanted]
+    grammar_drafts = grammar_steps(steps, batch)
+    if not shape.is_chain:  # a chain in a tree's place
+        grammar_drafts = [min(count, shape.size) for count in grammar_drafts]
+    wanted = zip(
+        grammar_drafts, ngram_drafts, wanted_steps(steps, batch), batch.max_steps, strict=True
+    )
+    usable = [by_grammar or n or min(want, most) for by_grammar, n, want, most in wanted]
     if shape.is_chain:
         shapes = [DraftShape.chain(depth) for depth in _shared(usable, batch)]
     else:
-        sizes = _shared([shape.size_at(levels) for levels in usable], batch)
+        sizes = [
+            n or shape.size_at(levels) for n, levels in zip(grammar_drafts, usable, strict=True)
+        ]
+        sizes = _shared(sizes, batch)
         shapes = [
             DraftShape(min(levels, size), size, shape.topk) if size else PLAIN
             for levels, size in zip(usable, sizes, strict=True)
         ]
-    reqs = zip(shapes, ngram_drafts, strict=True)
-    return [RequestDrafts(own, is_ngram=of_ngrams > 0) for own, of_ngrams in reqs]
+    reqs = zip(shapes, ngram_drafts, grammar_drafts, strict=True)
+    return [
+        RequestDrafts(own, is_ngram=of_ngrams > 0, is_grammar=by_grammar > 0)
+        for own, of_ngrams, by_grammar in reqs
+    ]
 
 
 def edited_text(seq: Sequence) -> EditedText | None:
@@ -313,7 +383,10 @@ def decode_request(
 def ngram_request(
     seq: Sequence, drafts: RequestDrafts, found: NgramDrafts, num_missing: int, limit: int
 ) -> ScheduledRequest:
-    """Return a request that verifies n-gram drafts. A draft model sees one without drafts."""
+    """Return a request that verifies n-gram or grammar drafts.
+
+    A draft model sees one without drafts.
+    """
     req = decode_request(seq, RequestDrafts(PLAIN), num_missing, limit)
     shape = drafts.shape
     return req._replace(
@@ -321,4 +394,5 @@ def ngram_request(
         draft_ids=found.token_ids[: shape.size],
         draft_parents=found.parents[: shape.size],
         draft_match=found.match,
+        from_grammar=drafts.is_grammar,
     )

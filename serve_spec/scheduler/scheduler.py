@@ -9,7 +9,7 @@ from math import isnan
 from typing import NamedTuple
 
 from serve_spec.config import SchedulerConfig
-from serve_spec.core.draft import PLAIN, ModelDrafts, NgramDrafter
+from serve_spec.core.draft import NO_GRAMMAR_DRAFTS, PLAIN, GrammarLimits, ModelDrafts, NgramDrafter
 from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest
 from serve_spec.core.request import FinishReason
 from serve_spec.core.round import AS_DRAWN, DecodeBatch, RoundSteps
@@ -46,6 +46,7 @@ class CommittedRequest(NamedTuple):
     `number`: its index among the sampling requests. `num_drafts`: drafts that were verified.
     `num_steps`: most levels that were verified; of a chain, drafts.
     `num_correct_drafts` counts accepted drafts, also those past the end of the text.
+    `grammar_drafts`: those verified, and those accepted; they do not count in the others.
     """
 
     seq: Sequence
@@ -55,6 +56,17 @@ class CommittedRequest(NamedTuple):
     num_drafts: int
     num_steps: int
     num_correct_drafts: int
+    grammar_drafts: tuple[int, int] = (0, 0)
+
+    @property
+    def num_verified(self) -> int:
+        """Drafts that were verified, grammar drafts included."""
+        return self.num_drafts + self.grammar_drafts[0]
+
+    @property
+    def num_grammar_tokens(self) -> int:
+        """Grammar drafts among the tokens it gained."""
+        return len(self.token_ids) - 1 if self.grammar_drafts[1] else 0
 
 
 class Scheduler:
@@ -68,17 +80,21 @@ class Scheduler:
         model_drafts: ModelDrafts | None = None,
         *,
         vocab_size: int = sys.maxsize,
+        grammar_limits: GrammarLimits = NO_GRAMMAR_DRAFTS,
     ) -> None:
         """ngram_drafter: proposes n-gram drafts, if any; they are part of the plan.
         model_drafts: of the draft model, if any; with `ngram_drafter` it drafts for requests
         without n-gram drafts.
         vocab_size: of the target; n-gram drafts are checked against it.
+        grammar_limits: grammar drafts that a step has room for.
         """
         self.limits = limits
         self.cache = cache
         self.drafts = DraftSource(
             None if ngram_drafter is None else NgramDraftCache(ngram_drafter, vocab_size),
             model_drafts,
+            lambda seq: self.queue.grammar_drafts(seq),
+            grammar_limits,
         )
         self.vocab_size = vocab_size
         self.on_leave: Callable[[Sequence], None] = lambda seq: None
@@ -116,7 +132,7 @@ class Scheduler:
         was_postponed = self._postponed is not None and self._postponed.has_drafts
         steps = self._choose(choose_steps, batch) if decoding else RoundSteps(PLAIN)
         drafts = fair_drafts(steps, batch)
-        drafts_by_model = any(each.shape.depth and not each.is_ngram for each in drafts)
+        drafts_by_model = any(each.is_model for each in drafts)
         limit = max_missing if drafts_by_model else 0
         if before is None:
             reqs = self._decode_requests(decoding, drafts, limit)
@@ -235,7 +251,9 @@ class Scheduler:
         self, seq: Sequence, drafts: RequestDrafts, limit: int
     ) -> ScheduledRequest | None:
         found = None
-        if self.drafts.ngrams is not None and self.drafts.is_ngram(drafts):
+        if drafts.is_grammar:
+            found = self.drafts.grammar_drafts(seq, drafts.shape)
+        elif self.drafts.ngrams is not None and self.drafts.is_ngram(drafts):
             found = self.drafts.ngrams.drafts(seq, drafts)
         if found is not None and found.parents:
             drafts = drafts._replace(shape=replace(drafts.shape, size=len(found.token_ids)))
@@ -271,7 +289,8 @@ class Scheduler:
             seq.num_draft_computed = len(seq) - 1
         if req.is_decode:
             # The last token that is emitted counts as the bonus token, also if a stop cuts the run.
-            seq.stats.observe(num_steps, len(kept) - 1, num_drafts)
+            by_grammar = req.from_grammar
+            seq.stats.observe(num_steps, len(kept) - 1, num_drafts, by_grammar=by_grammar)
         seq.token_ids += kept
         seq.num_computed = len(seq) - 1
         if reason is not None:
@@ -280,6 +299,8 @@ class Scheduler:
             # The prompt, or its draft KV, is complete. Generated pages are published at the end.
             self.cache.publish(seq)
         num_correct = len(tokens) - 1
+        if req.from_grammar:
+            return CommittedRequest(seq, req, kept, number, 0, 0, 0, (num_drafts, num_correct))
         return CommittedRequest(seq, req, kept, number, num_drafts, num_steps, num_correct)
 
     def _return_pages(self, plan: ScheduledBatch, sequences: list[Sequence]) -> None:
@@ -314,7 +335,8 @@ def _scheduled_batch(
     num_missing = max(req.num_missing if req.extends else 0 for req in reqs)
     shape = steps.shape
     if shape.is_chain:
-        shape = max([shape, *(req.shape for req in reqs if req.draft_ids)])
+        guessed = [req.shape for req in reqs if req.draft_ids and not req.from_grammar]
+        shape = max([shape, *guessed])
     return ScheduledBatch(
         tuple(reqs),
         shape,

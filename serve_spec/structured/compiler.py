@@ -122,6 +122,9 @@ _OPTIONS = '%llguidance {"no_forcing": true}'
 """A mask holds every token that a valid text may have next, in any tokenization. Otherwise the
 library searches one tokenization of forced text to its end, which some grammars do not have."""
 
+_SPECIAL = b"\xff"
+"""In the library's bytes, a special token follows it."""
+
 _LISTING = re.compile(r"^\s*\d+ \| .*", re.DOTALL | re.MULTILINE)
 """The library's own copy of a grammar, behind the reason."""
 
@@ -159,6 +162,16 @@ class Matcher:
             return None
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)[: self._num_words]
         return None if self._matcher.is_error() or not words.any() else words
+
+    def forced_bytes(self) -> bytes:
+        """Return the bytes that every text continues with, up to a special token."""
+        if self._matcher.is_error():
+            return b""
+        return bytes(self._matcher.compute_ff_bytes()).split(_SPECIAL)[0]
+
+    def allows_all(self, token_ids: Sequence[int]) -> bool:
+        """Return whether these tokens may come next, without advancing."""
+        return int(self._matcher.validate_tokens(list(token_ids))) == len(token_ids)
 
     @property
     def exceeds_limits(self) -> bool:
@@ -204,7 +217,7 @@ class GrammarCompiler:
     def prepare(self) -> None:
         """Read the vocabulary before the first request; it takes seconds if it is large."""
         try:
-            _ = self._vocabulary
+            _ = self.first_bytes
         except (ImportError, ValueError) as error:
             logger.warning("requests with a grammar will be refused: %s", _one_line(error))
 
@@ -250,6 +263,28 @@ class GrammarCompiler:
         bits = np.zeros(self.num_words * 32, dtype=bool)
         bits[[token for token in token_ids if 0 <= token < self.vocab_size]] = True
         return np.packbits(bits, bitorder="little").view(np.uint32)
+
+    def tokens_of(self, text: bytes) -> list[int]:
+        """Return the usual tokens of a text, which has no special tokens."""
+        return list(self._vocabulary.tokenize_bytes(text))
+
+    def settled_tokens_of(self, text: bytes, before: Sequence[int]) -> list[int]:
+        """Return the usual tokens of the start of a text that are the same however it goes on."""
+        return list(self._vocabulary.tokenize_partial(text, recent_tokens=list(before))[0])
+
+    def bytes_of(self, token_ids: Sequence[int]) -> bytes:
+        """Return the bytes of tokens, of special tokens their names."""
+        return bytes(self._vocabulary.decode_bytes(list(token_ids)))
+
+    @cached_property
+    def first_bytes(self) -> NDArray[np.int16]:
+        """Return the first byte of every token, -1 of special ones; [V]."""
+        tokens = self._vocabulary
+        found = np.full(self.vocab_size, -1, np.int16)
+        for token in range(min(self.vocab_size, tokens.vocab_size)):
+            if not tokens.is_special_token(token):
+                found[token] = (tokens.decode_bytes([token]) or b"\xff")[0]
+        return found
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:

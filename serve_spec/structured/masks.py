@@ -21,6 +21,7 @@ from serve_spec.core.request import SamplingParams
 from serve_spec.core.sequence import Sequence as Request
 from serve_spec.log import get_logger
 from serve_spec.structured.compiler import GrammarCompiler, Mask, Matcher
+from serve_spec.structured.forced import ForcedText
 
 
 class Node(NamedTuple):
@@ -175,6 +176,8 @@ class Grammars:
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self.compiler = compiler
+        self.most_drafts = 0  # most grammar drafts of a request
+        self._forced = ForcedText(compiler)
         self._texts: dict[str, _Text] = {}
         self._jobs: dict[str, Future[_Text | None]] = {}
         """Of texts that a thread works on; none of them is in `_texts`."""
@@ -198,7 +201,8 @@ class Grammars:
         if not reqs:
             return set(), failed
         self._collect(reqs, failed)
-        fresh = [self._start(seq) for seq in reqs if self._is_behind(seq)]
+        behind = [seq for seq in reqs if not self._is_ready(seq)]
+        fresh = [self._start(seq) for seq in behind if seq.request_id not in self._jobs]
         wait(fresh, PATIENCE_S)
         jobs = [self._jobs[seq.request_id] for seq in reqs if seq.request_id in self._jobs]
         if len(jobs) == len(running) and not any(job.done() for job in jobs):
@@ -206,12 +210,13 @@ class Grammars:
         self._collect(reqs, failed)
         return {seq.request_id for seq in reqs if not self._is_ready(seq)}, failed
 
+    def drafts(self, seq: Request) -> tuple[int, ...]:
+        """Return the grammar drafts of a request that is ready; none if it has no grammar."""
+        return self._texts[seq.request_id].drafts if seq.request_id in self._texts else ()
+
     def _is_ready(self, seq: Request) -> bool:
         text = self._texts.get(seq.request_id)
         return text is not None and len(text.token_ids) == seq.num_output_tokens
-
-    def _is_behind(self, seq: Request) -> bool:
-        return seq.request_id not in self._jobs and not self._is_ready(seq)
 
     def _start(self, seq: Request) -> Future[_Text | None]:
         """Let a thread read the newest tokens of a request, and make the mask after them."""
@@ -246,6 +251,8 @@ class Grammars:
         if text.mask_s > MOST_MASK_S:
             took = f"a mask of it takes {text.mask_s * 1e3:.0f} ms, more than {MOST_MASK_S * 1e3:g}"
             raise grammar.refusal(f"{took}; make it less ambiguous, or smaller")
+        if self.most_drafts and params.speculative.enabled:
+            text.find_drafts(self._forced, self.most_drafts)
         return text
 
     def _collect(self, reqs: Sequence[Request], failed: dict[str, InvalidRequest]) -> None:
@@ -424,6 +431,8 @@ class _Text:
     mask: Mask | None = None
     mask_s: float = 0.0
     num_slow: int = 0
+    drafts: tuple[int, ...] = ()
+    """Of the text that the grammar forces; see `ForcedText`."""
     _has_mask: bool = False
 
     def goes_on_to(self, grammar: Grammar, token_ids: tuple[int, ...]) -> bool:
@@ -439,8 +448,13 @@ class _Text:
             if first:
                 time.sleep(1e-6)  # other threads wait for Python's lock
             self.matcher.advance(added[first : first + _TOKENS_AT_A_TIME])
-        self.token_ids, self.mask_s = token_ids, 0.0
+        self.token_ids, self.mask_s, self.drafts = token_ids, 0.0, ()
         self.mask, self._has_mask = self.timed_mask(), True
+
+    def find_drafts(self, forced: ForcedText, most: int) -> None:
+        """Make grammar drafts after a new token, unless masks are slow."""
+        if self.mask is not None and not self.num_slow:
+            self.drafts = forced.drafts(self.matcher, self.mask, self.token_ids, most)
 
     def timed_mask(self) -> Mask | None:
         """Return the mask at the matcher's state; note the time that it takes."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from serve_spec.core.draft import PLAIN, DraftShape
+from serve_spec.core.draft import NO_GRAMMAR_DRAFTS, PLAIN, DraftShape, GrammarLimits
 from serve_spec.log import get_logger
 from serve_spec.worker import graphs
 from serve_spec.worker.forward import QueryShape
@@ -36,7 +36,29 @@ WIDE_EXTEND = 16
 """Draft KV entries that steps without drafts may leave missing before the host has to send the
 tokens; more than one step of any usual depth leaves."""
 
+GRAMMAR_STEPS = 7
+"""Most grammar drafts of a request in a step, unless deeper chains are drafted."""
+
+GRAMMAR_TOKENS = 256
+"""Most roots and drafts of a captured step with grammar drafts where nothing else is drafted. Each
+has logits of the whole vocabulary, and a step of so many tokens is about as fast as a plain one."""
+
 _TIMING_NOISE = 1.005
+
+
+def grammar_limits(shapes: Iterable[DraftShape], *, captures: bool) -> GrammarLimits:
+    """Return the grammar drafts that steps of a worker of these shapes have room for.
+
+    Stages that are not captured have any width. Captured ones are as wide as the deepest chain;
+    without drafts there is one more, for steps without prefill chunks.
+    """
+    deepest = max((shape.depth for shape in shapes if shape.is_chain), default=0)
+    if not captures:
+        most = max(deepest, GRAMMAR_STEPS)
+        return GrammarLimits(most, most)
+    if deepest:
+        return GrammarLimits(deepest, deepest)
+    return GrammarLimits(GRAMMAR_STEPS, 0, GRAMMAR_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -67,6 +89,7 @@ class CapturedShapes:
     largest_batch: for a shape, the batch size beyond which no policy chooses it; None: no limit.
     The deepest chain has stages for every batch size and is used where another has none.
     max_captured: largest batch whose stages are captured; they run as they are in larger ones.
+    grammar: grammar drafts to have room for.
     """
 
     bodies: StageBodies
@@ -74,6 +97,7 @@ class CapturedShapes:
     max_tokens: int
     largest_batch: Callable[[DraftShape], int | None]
     max_captured: int | None = None
+    grammar: GrammarLimits = NO_GRAMMAR_DRAFTS
 
     def __post_init__(self) -> None:
         self.report: list[CaptureReport] = []
@@ -95,7 +119,9 @@ class CapturedShapes:
         wanted = {PLAIN, *shapes}
         self._deepest = max(shape.depth for shape in wanted if shape.is_chain)
         widest = self._deepest + 1
-        queries = [QueryShape(width) for width in sorted({min(NARROW_QUERY, widest), widest})]
+        widths = {min(NARROW_QUERY, widest), widest}
+        widths.add(max(widest, self.grammar.steps_with_prompts + 1))
+        queries = [QueryShape(width) for width in sorted(widths)]
         if not all(shape.is_chain for shape in wanted):
             queries.append(QueryShape(self._buffers.max_drafts + 1, is_tree=True))
         ordered = sorted(wanted, key=lambda s: (self._most_tokens(s), s), reverse=True)
@@ -104,6 +130,7 @@ class CapturedShapes:
             for shape in tqdm(ordered, "draft shapes", leave=False, disable=not captures):
                 with self._reported(shape):
                     self._states[shape] = self._state(shape)
+            grammar = self._grammar_state()
             with self._reported(None):
                 sizes = self._mixed_sizes()
                 mixed = {query: self._verify_stage(sizes, query) for query in queries}
@@ -118,6 +145,7 @@ class CapturedShapes:
         self.table = StageTable(
             self.bodies,
             self._states,
+            grammar,
             self._extends,
             extend_chunks,
             mixed,
@@ -142,6 +170,19 @@ class CapturedShapes:
         sizes = [StepSize(n, min(n, self._buffers.max_requests)) for n in counts]
         verify = self._verify_stage(sizes, QueryShape.of(shape))
         return SpecRuntimeState(shape, extend, draft, verify)
+
+    def _grammar_state(self) -> SpecRuntimeState | None:
+        """Capture the verification of grammar drafts deeper than any other chain."""
+        depth = self.grammar.steps
+        if depth <= self._deepest:
+            return None
+        shape = DraftShape.chain(depth)
+        most = min(self.grammar.tokens or self.max_tokens, self.max_tokens)
+        counts = [n for n in graphs.token_counts(most) if n > 1]
+        sizes = [StepSize(n, min(n, self._max_captured)) for n in counts]
+        with self._reported(shape):
+            verify = self._verify_stage(sizes, QueryShape.of(shape))
+            return SpecRuntimeState(shape, None, None, verify)
 
     def _largest(self, shape: DraftShape) -> int:
         most = self._buffers.max_requests

@@ -122,14 +122,16 @@ class StepStages:
 class StageTable:
     """Every stage of a worker, and which of them a plan runs; see `CapturedShapes`.
 
-    states: by shape. extends: draft extend, by the entries it makes at most. mixed: verification
-    with prefill chunks, by the widest query. admits: admission, by whether drafts are trees.
+    states: by shape. grammar: verification of grammar drafts deeper than any of them. extends:
+    draft extend, by the entries it makes at most. mixed: verification with prefill chunks, by the
+    widest query. admits: admission, by whether drafts are trees.
     largest_batch: the largest batch of a shape that its state is meant for. max_captured: largest
     batch whose stages are captured; None: no stage is, and each runs at its exact size.
     """
 
     bodies: StageBodies
     states: Mapping[DraftShape, SpecRuntimeState]
+    grammar: SpecRuntimeState | None
     extends: Mapping[int, StageRunner]
     extend_chunks: StageRunner | None
     mixed: Mapping[QueryShape, StageRunner]
@@ -188,7 +190,8 @@ class StageTable:
         for state in self._chains:
             if state.shape.depth >= shape.depth and self.largest_batch(state.shape) >= num_requests:
                 return state
-        return self._chains[-1]
+        deepest = self._chains[-1]
+        return self.grammar if self.grammar and shape > deepest.shape else deepest
 
     def _draft(self, shape: DraftShape, num_requests: int) -> StageRunner:
         """Return the shallowest stage that drafts `shape` for so many requests."""

@@ -85,7 +85,7 @@ class StepBuffers:
     `ops.draw.draw_children`, `sample_drafts`, `NgramDrafts.probability`.
     `results` int32 [B, K + 3]: accepted drafts, flags, then the tokens; see `ops.acceptance`.
     `read_back` int32 [B · (K + N + 4)]: the memory of `results`, `query_lens` and `draft_logprobs`.
-    `budget` int32 [1], `calibration` float32 [3, K, 2]: see `ops.admission`.
+    `budget` int32 [1], `calibration` float32 [4, K, 2]: see `ops.admission`.
     `sharpness` float32 [1]: temperature of sampled drafts over their requests'. `masks`: grammar
     masks. `chunks`: prefill chunks.
     For trees: `parents` int32 [B, N], the draft before each counted from 1, 0 for the root; `paths`
@@ -155,9 +155,13 @@ class StepBuffers:
         self.depths.copy_(rows[2], non_blocking=True)
 
     def write_budget(self, budget: int, kinds: Sequence[int], calibration: Calibration) -> None:
-        """Write how many drafts to admit, their kinds and the calibration, without waiting."""
+        """Write how many drafts to admit, their kinds and the calibration, without waiting.
+
+        Kinds that a policy left out are as drawn.
+        """
         device, width = self.calibration.device, self.calibration.shape[1]
-        padded = [[*kind[:width], *kind[-1:] * (width - len(kind))] for kind in calibration]
+        kinds_of_all = [*calibration, *AS_DRAWN[len(calibration) :]]
+        padded = [[*kind[:width], *kind[-1:] * (width - len(kind))] for kind in kinds_of_all]
         self.budget.fill_(budget)
         self.kinds[: len(kinds)] = to_device(torch.tensor(kinds, dtype=torch.int32), device)
         self.calibration.copy_(to_device(torch.tensor(padded), device))
@@ -175,7 +179,7 @@ class StepBuffers:
         )
 
     def write_drafts(self, drafts: Mapping[int, NgramDrafts]) -> None:
-        """Write n-gram drafts by the request's index in the step, without waiting."""
+        """Write n-gram and grammar drafts by the request's index in the step, without waiting."""
         _write_rows(self.drafts, {at: found.token_ids for at, found in drafts.items()})
         logprobs = torch.tensor([[math.log(found.probability)] for found in drafts.values()])
         members = to_device(torch.tensor([*drafts]), self.draft_logprobs.device)

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from serve_spec.core.draft import DraftShape, NgramDrafts
+from serve_spec.core.draft import NO_GRAMMAR_DRAFTS, DraftShape
 from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch, ScheduledRequest
 from serve_spec.core.round import Calibration
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.structured.masks import Grammars
-from serve_spec.worker.capture import CapturedShapes
+from serve_spec.worker.capture import CapturedShapes, grammar_limits
 from serve_spec.worker.drafters.base import Drafter
 from serve_spec.worker.forward import TargetRunner, VerifiedTokens
 from serve_spec.worker.graphs import GraphRecorder, StageRunner, StepSize
@@ -158,6 +158,11 @@ class SpecWorker:
         shapes = tuple(shapes)
         settings = self.settings
         max_requests = self.slots.padding
+        self.grammar_limits = NO_GRAMMAR_DRAFTS
+        if not settings.samples_drafts and settings.synthetic_acceptance is None:
+            self.grammar_limits = grammar_limits(shapes, captures=self.recorder is not None)
+        limits = self.grammar_limits
+        self.grammars.most_drafts = limits.steps
 
         def drafts(shape: DraftShape) -> int:
             # Chains of any depth may run at every batch size.
@@ -169,10 +174,11 @@ class SpecWorker:
             sampled_from = self.drafter.vocabulary()
         self.buffers = StepBuffers(
             self.slots,
-            max((shape.depth for shape in shapes), default=0),
+            max([limits.steps, *(shape.depth for shape in shapes)]),
             settings.max_tokens + 1,  # a prompt may exceed the budget by a token
             max((shape.size for shape in shapes if not shape.is_chain), default=0),
-            max_draws=max_requests + max(map(drafts, shapes), default=0),
+            max_draws=max_requests
+            + max([limits.tokens or max_requests * limits.steps, *map(drafts, shapes)]),
             sampled_from=sampled_from,
             draft_sharpness=settings.draft_sharpness,
         )
@@ -198,6 +204,7 @@ class SpecWorker:
             max_tokens=settings.max_tokens,
             largest_batch=settings.largest_batch,
             max_captured=settings.max_captured,
+            grammar=limits,
         )
         self.captured.build(shapes)
 
@@ -233,7 +240,7 @@ class SpecWorker:
         self._newest_timer = None
 
     def _draft(self, reqs: Sequence[ScheduledRequest], stages: StepStages) -> None:
-        """Extend and draft with the model for every request, and write n-gram drafts."""
+        """Extend and draft with the model for every request; write n-gram and grammar drafts."""
         size = StepSize(len(reqs), len(reqs))
         if stages.extend_chunks is not None:
             self._extend_chunks(stages.behind, stages.extend_chunks)
@@ -241,13 +248,8 @@ class SpecWorker:
             stages.extend.run(size)
         if stages.draft is not None:
             stages.draft.run(size)
-        from_ngrams = {
-            b: NgramDrafts(req.draft_ids, req.draft_parents, req.draft_match)
-            for b, req in enumerate(reqs)
-            if req.draft_ids
-        }
-        if from_ngrams:
-            self.buffers.write_drafts(from_ngrams)
+        if given := {b: req.given_drafts for b, req in enumerate(reqs) if req.draft_ids}:
+            self.buffers.write_drafts(given)
 
     def _extend_chunks(self, reqs: Sequence[ScheduledRequest], stage: StageRunner) -> None:
         """Make the draft KV entries of prompts and after long pauses from tokens the host knows.

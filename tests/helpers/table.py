@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from serve_spec import SamplingParams
-from serve_spec.core.request import SpeculationStats, TokenLogprob
+from serve_spec.core.request import TokenLogprob
+from serve_spec.core.stats import SpeculationStats
 from serve_spec.engine.output import OutputProcessor
 from tests.helpers import engines
 from tests.helpers.checkpoints import (

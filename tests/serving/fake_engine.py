@@ -26,9 +26,10 @@ from itertools import repeat
 from serve_spec.config import ConfigError
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest, RequestFailed
 from serve_spec.core.record import StepTimes
-from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta, TokenLogprob
+from serve_spec.core.request import FinishReason, TokenDelta, TokenLogprob
 from serve_spec.core.round import RoundNotes
 from serve_spec.core.sequence import Sequence
+from serve_spec.core.stats import SpeculationStats
 from serve_spec.engine.output import OutputText
 from serve_spec.engine.tokenizer import num_open_bytes
 from tests.helpers.rounds import verified_round

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.core.request import SamplingParams, SpeculationStats, TokenDelta
+from serve_spec.core.request import SamplingParams, TokenDelta
+from serve_spec.core.stats import SpeculationStats
 from serve_spec.serving import messages
 from serve_spec.serving.errors import ApiError, ReplicaLost, no_replica
 from serve_spec.serving.router.connections import ReplicaConnections, RouterConnections

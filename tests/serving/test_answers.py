@@ -10,7 +10,8 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from serve_spec.config import ServeSpecConfig
-from serve_spec.core.request import FinishReason, SpeculationStats, TokenLogprob
+from serve_spec.core.request import FinishReason, TokenLogprob
+from serve_spec.core.stats import SpeculationStats
 from serve_spec.engine.tokenizer import TokenBytes
 from serve_spec.serving.events import event
 from serve_spec.serving.protocols import logprobs

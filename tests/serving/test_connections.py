@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta, TokenLogprob
+from serve_spec.core.request import FinishReason, TokenDelta, TokenLogprob
+from serve_spec.core.stats import SpeculationStats
 from serve_spec.serving.errors import ReplicaLost
 from serve_spec.serving.messages import (
     Accepted,

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from serve_spec.core.request import FinishReason, SpeculationStats
+from serve_spec.core.request import FinishReason
+from serve_spec.core.stats import SpeculationStats
 from serve_spec.serving.protocols.answers import AnswerHead, CompletionFormat, Details, usage
 from serve_spec.serving.protocols.request_metrics import sglang_speculation, vllm_speculation
 from serve_spec.serving.router.resume import FleetSpeculation

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from serve_spec import metrics
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
+from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta
+from serve_spec.core.stats import SpeculationStats
 from serve_spec.serving.errors import ApiError, ReplicaLost, client_too_slow, no_replica, queue_full
 from serve_spec.serving.messages import Accepted, Failed, Refused
 from serve_spec.serving.protocols.answers import AnswerHead, CompletionFormat

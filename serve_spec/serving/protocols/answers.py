@@ -14,7 +14,8 @@ from typing import ClassVar, NotRequired, TypeAlias, cast
 
 from typing_extensions import TypedDict  # Python 3.11's own is not enough for FastAPI's schema
 
-from serve_spec.core.request import SpeculationStats, TokenDelta
+from serve_spec.core.request import TokenDelta
+from serve_spec.core.stats import SpeculationStats
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.events import DONE, event
 from serve_spec.serving.protocols.logprobs import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from serve_spec.core.request import SpeculationStats
+from serve_spec.core.stats import SpeculationStats
 
 
 def vllm_speculation(stats: SpeculationStats, depth: int) -> dict[str, object]:

@@ -15,10 +15,10 @@ from serve_spec import metrics
 from serve_spec.core.request import (
     FinishReason,
     SamplingParams,
-    SpeculationStats,
     TokenDelta,
     choice_seed,
 )
+from serve_spec.core.stats import SpeculationStats
 from serve_spec.metrics import Reading
 from serve_spec.serving import messages
 from serve_spec.serving.errors import (

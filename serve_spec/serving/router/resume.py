@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
+from serve_spec.core.request import FinishReason, TokenDelta
+from serve_spec.core.stats import SpeculationStats
 from serve_spec.log import get_logger
 from serve_spec.serving import errors, messages
 from serve_spec.serving.router.admission import AdmissionSlot
@@ -44,6 +45,7 @@ class FleetSpeculation(SpeculationStats):
         self.num_rounds += counts.num_rounds
         self.num_draft_tokens += counts.num_draft_tokens
         self.num_correct_drafts += counts.num_correct_drafts
+        self.num_grammar_tokens += counts.num_grammar_tokens
         for num_steps, rounds in counts.rounds_by_correct.items():
             sums = self.rounds_by_correct.setdefault(num_steps, {})
             for num_correct, num_rounds in rounds.items():

@@ -366,8 +366,8 @@ class FleetStats:
             "num_replicas": len(fresh),
             "num_stale": len(self._replicas) - len(fresh),
             **_sums(fresh, _GAUGES),
-            # Tokens per request and step.
-            "avg_spec_accept_length": round(counters["decode_tokens"] / rows, 4) if rows else 1.0,
+            # Tokens per request and step, without grammar drafts.
+            "avg_spec_accept_length": round(1 + counters["correct_drafts"] / max(1, rows), 4),
             "effective_speedup": _speedup(fresh),
             # An engine has no depth before its first decode step.
             "replicas_by_num_steps": _counted(s.get("speculative_num_steps") for s in fresh),

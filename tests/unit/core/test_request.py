@@ -7,7 +7,8 @@ import pytest
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import Grammar
-from serve_spec.core.request import SamplingParams, SpeculationStats, SpeculativeOptions
+from serve_spec.core.request import SamplingParams, SpeculativeOptions
+from serve_spec.core.stats import SpeculationStats
 
 INVALID = {
     "max_tokens": [0, 2**31, 3.5, True],

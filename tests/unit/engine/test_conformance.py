@@ -48,6 +48,12 @@ PERSON = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
+FORM = {
+    "type": "object",
+    "properties": {"first": {"enum": [1, 20, 3]}, "second": {"const": "x"}},
+    "required": ["first", "second"],
+    "additionalProperties": False,
+}
 # They decide how a request is served and its tokens are written, not which tokens are drawn.
 OF_PYTHON = {"n", "structured_outputs", "truncate_prompt_tokens", "detokenize", "output_kind"}
 """Parameters that are read before or behind the engine: tests/unit/engine/test_llm.py."""
@@ -86,6 +92,14 @@ FEATURES = {
         {"grammar": Grammar.regex("(ab?|b)*c"), "stop": "bb"},
         {"grammar": Grammar.ebnf(PARENTHESES), "frequency_penalty": 0.4, "min_tokens": 8},
         {"grammar": Grammar.json_object(), "bad_token_ids": [*b"abcdef"], "logprobs": 2},
+    ],
+    "forced": [
+        {"grammar": Grammar.json_schema(FORM), "temperature": 0.0},
+        {"grammar": Grammar.json_schema(FORM), "logprobs": 1, "frequency_penalty": 0.4},
+        {"grammar": Grammar.regex("(a|b)second(c|d) third[xyz]{9}"), "stop": "con", **HOT},
+        {"grammar": Grammar.regex("(é|e)second(c|d) third{5}[xyz]{9}"), "stop_token_ids": [114]},
+        {"grammar": Grammar.json_schema(FORM), "speculative": SpeculativeOptions(max_steps=1)},
+        {"grammar": Grammar.json_schema(FORM), "speculative": SpeculativeOptions(enabled=False)},
     ],
     "logprobs": [
         {"logprobs": 3},
@@ -380,6 +394,9 @@ def check(answers, alone, row, event, *, tolerance=5e-5, tree_tokens=TREE_TOKENS
         assert row.is_tree or most == stats.num_draft_tokens, key
         most = (tree_tokens - 1 if row.is_tree else cap) * stats.num_rounds
         assert stats.num_draft_tokens <= most
+        assert options.enabled or not stats.num_grammar_tokens, key
+    by_grammar = sum(answer.stats.num_grammar_tokens for answer in answers.values())
+    assert by_grammar > 20 or event == "late", "forced text was not drafted"
     kept = sum(answer.stats.num_correct_drafts for answer in answers.values())
     drafted = sum(answer.stats.num_draft_tokens for answer in answers.values())
     assert row == PLAIN or 0 < kept < drafted, "the test needs kept and rejected drafts"

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models
 
-from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
+from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta
 from serve_spec.core.sequence import Sequence
+from serve_spec.core.stats import SpeculationStats
 from serve_spec.engine.output import OutputText
 from serve_spec.engine.tokenizer import BYTE_CHARACTERS, Tokenizer
 from tests.helpers.checkpoints import EOS_ID, make_tokenizer

@@ -7,7 +7,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta, TokenLogprob
+from serve_spec.core.request import FinishReason, TokenDelta, TokenLogprob
+from serve_spec.core.stats import SpeculationStats
 from serve_spec.engine.messages import (
     EngineMessage,
     Reply,
