@@ -368,7 +368,6 @@ def step_record(
     has_model = scheduler.drafts.has_model
     has_both = has_model and scheduler.drafts.ngrams is not None
     drafted = [req.model_steps if has_model else req.guessed_steps for req in planned]
-    num_drafts = sum([each.num_drafts for each in decoded])
     num_verified = sum([each.num_verified for each in decoded])
     budgeted = [] if plan.budget is None else live
     logprobs = result.draft_logprobs if plan.shape.depth else None
@@ -384,7 +383,7 @@ def step_record(
         is_sampled=tuple([not each.scheduled.params.is_greedy for each in live]),
         is_ngram=tuple([each.scheduled.draft_kind == FROM_NGRAM for each in live if has_both]),
         accept_lengths=tuple([len(each.token_ids) - each.num_grammar_tokens for each in decoded]),
-        num_draft_tokens=num_drafts,
+        num_draft_tokens=sum([each.num_drafts for each in decoded]),
         grammar_drafts=tuple([each.grammar_drafts for each in decoded if each.grammar_drafts[0]]),
         num_grammar_tokens=sum([each.num_grammar_tokens for each in decoded]),
         num_tokens=sum([len(each.seq) - len(each.token_ids) for each in decoded]),
