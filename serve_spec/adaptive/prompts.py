@@ -27,7 +27,7 @@ from serve_spec.adaptive.state import State, array
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.record import StepRecord
-from serve_spec.core.round import DecodeBatch, PendingPrompt, RoundSteps, attention_pairs
+from serve_spec.core.round import DecodeBatch, PendingPrompt, RoundSteps
 
 _CHUNK_FADE = 1.0 - 1.0 / 64.0
 _FEW = 16
@@ -190,7 +190,7 @@ def pairs_of(prompts: Sequence[PendingPrompt], num_tokens: int) -> int:
     pairs = 0
     for prompt in prompts:
         count = min(prompt.num_tokens, num_tokens)
-        pairs += attention_pairs(prompt.start, count)
+        pairs += PendingPrompt(prompt.start, count).pairs
         num_tokens -= count
         if not num_tokens:
             break

@@ -91,9 +91,6 @@ class GrammarLimits(NamedTuple):
     tokens: int | None = None
 
 
-NO_GRAMMAR_DRAFTS = GrammarLimits()
-
-
 class NgramDrafts(NamedTuple):
     """N-gram or grammar drafts of one request; `parents` only if they form a tree.
 

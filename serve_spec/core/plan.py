@@ -19,7 +19,7 @@ from serve_spec.core.round import (
     GREEDY,
     SAMPLED,
     Calibration,
-    attention_pairs,
+    PendingPrompt,
 )
 
 
@@ -173,7 +173,8 @@ class ScheduledBatch:
     @property
     def num_prefill_pairs(self) -> int:
         """Pairs of query and key that attention computes for them."""
-        return sum(attention_pairs(req.start, len(req.token_ids)) for req in self.prefill_requests)
+        chunks = (PendingPrompt(req.start, len(req.token_ids)) for req in self.prefill_requests)
+        return sum(chunk.pairs for chunk in chunks)
 
     @cached_property
     def sampling_requests(self) -> tuple[ScheduledRequest, ...]:

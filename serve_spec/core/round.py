@@ -54,10 +54,10 @@ class PendingPrompt(NamedTuple):
     start: int
     num_tokens: int
 
-
-def attention_pairs(start: int, num_tokens: int) -> int:
-    """Return the pairs of query and key that attention computes for a chunk of a prompt."""
-    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
+    @property
+    def pairs(self) -> int:
+        """Return the pairs of query and key that attention computes for these tokens."""
+        return self.num_tokens * self.start + self.num_tokens * (self.num_tokens + 1) // 2
 
 
 @dataclass(frozen=True, slots=True)

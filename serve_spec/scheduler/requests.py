@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from serve_spec.core.draft import (
     MAX_TREE_TOKENS,
-    NO_GRAMMAR_DRAFTS,
     PLAIN,
     DraftShape,
     GrammarLimits,
@@ -142,7 +141,7 @@ class DraftSource:
     ngrams: NgramDraftCache | None
     model: ModelDrafts | None
     grammars: Callable[[Sequence], tuple[int, ...]] = lambda seq: ()
-    grammar_limits: GrammarLimits = NO_GRAMMAR_DRAFTS
+    grammar_limits: GrammarLimits = field(default_factory=GrammarLimits)
 
     @property
     def has_model(self) -> bool:

@@ -9,7 +9,7 @@ from math import isnan
 from typing import NamedTuple
 
 from serve_spec.config import SchedulerConfig
-from serve_spec.core.draft import NO_GRAMMAR_DRAFTS, PLAIN, GrammarLimits, ModelDrafts, NgramDrafter
+from serve_spec.core.draft import PLAIN, GrammarLimits, ModelDrafts, NgramDrafter
 from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest
 from serve_spec.core.request import FinishReason
 from serve_spec.core.round import AS_DRAWN, DecodeBatch, RoundSteps
@@ -80,7 +80,7 @@ class Scheduler:
         model_drafts: ModelDrafts | None = None,
         *,
         vocab_size: int = sys.maxsize,
-        grammar_limits: GrammarLimits = NO_GRAMMAR_DRAFTS,
+        grammar_limits: GrammarLimits | None = None,
     ) -> None:
         """ngram_drafter: proposes n-gram drafts, if any; they are part of the plan.
         model_drafts: of the draft model, if any; with `ngram_drafter` it drafts for requests
@@ -94,7 +94,7 @@ class Scheduler:
             None if ngram_drafter is None else NgramDraftCache(ngram_drafter, vocab_size),
             model_drafts,
             lambda seq: self.queue.grammar_drafts(seq),
-            grammar_limits,
+            grammar_limits or GrammarLimits(),
         )
         self.vocab_size = vocab_size
         self.on_leave: Callable[[Sequence], None] = lambda seq: None

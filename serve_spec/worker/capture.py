@@ -6,14 +6,14 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from serve_spec.core.draft import NO_GRAMMAR_DRAFTS, PLAIN, DraftShape, GrammarLimits
+from serve_spec.core.draft import PLAIN, DraftShape, GrammarLimits
 from serve_spec.log import get_logger
 from serve_spec.worker import graphs
 from serve_spec.worker.forward import QueryShape
@@ -97,7 +97,7 @@ class CapturedShapes:
     max_tokens: int
     largest_batch: Callable[[DraftShape], int | None]
     max_captured: int | None = None
-    grammar: GrammarLimits = NO_GRAMMAR_DRAFTS
+    grammar: GrammarLimits = field(default_factory=GrammarLimits)
 
     def __post_init__(self) -> None:
         self.report: list[CaptureReport] = []

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from serve_spec.core.draft import NO_GRAMMAR_DRAFTS, DraftShape
+from serve_spec.core.draft import DraftShape, GrammarLimits
 from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch, ScheduledRequest
 from serve_spec.core.round import Calibration
 from serve_spec.parallel.group import SINGLE, TensorParallel
@@ -158,7 +158,7 @@ class SpecWorker:
         shapes = tuple(shapes)
         settings = self.settings
         max_requests = self.slots.padding
-        self.grammar_limits = NO_GRAMMAR_DRAFTS
+        self.grammar_limits = GrammarLimits()
         if not settings.samples_drafts and settings.synthetic_acceptance is None:
             self.grammar_limits = grammar_limits(shapes, captures=self.recorder is not None)
         limits = self.grammar_limits
