@@ -93,14 +93,6 @@ FEATURES = {
         {"grammar": Grammar.ebnf(PARENTHESES), "frequency_penalty": 0.4, "min_tokens": 8},
         {"grammar": Grammar.json_object(), "bad_token_ids": [*b"abcdef"], "logprobs": 2},
     ],
-    "forced": [
-        {"grammar": Grammar.json_schema(FORM), "temperature": 0.0},
-        {"grammar": Grammar.json_schema(FORM), "logprobs": 1, "frequency_penalty": 0.4},
-        {"grammar": Grammar.regex("(a|b)second(c|d) third[xyz]{9}"), "stop": "con", **HOT},
-        {"grammar": Grammar.regex("(é|e)second(c|d) third{5}[xyz]{9}"), "stop_token_ids": [114]},
-        {"grammar": Grammar.json_schema(FORM), "speculative": SpeculativeOptions(max_steps=1)},
-        {"grammar": Grammar.json_schema(FORM), "speculative": SpeculativeOptions(enabled=False)},
-    ],
     "logprobs": [
         {"logprobs": 3},
         {"logprobs": 0, "top_k": 20, "temperature": 0.0},
@@ -119,6 +111,14 @@ FEATURES = {
         {"speculative": SpeculativeOptions(enabled=False)},
         {"speculative": SpeculativeOptions(max_steps=1), "temperature": 0.0},
         {"speculative": SpeculativeOptions(max_steps=2)},
+    ],
+    "forced": [
+        {"grammar": Grammar.json_schema(FORM), "temperature": 0.0},
+        {"grammar": Grammar.json_schema(FORM), "logprobs": 1, "frequency_penalty": 0.4},
+        {"grammar": Grammar.regex("(a|b)second(c|d) third[xyz]{9}"), "stop": "con", **HOT},
+        {"grammar": Grammar.regex("(é|e)second(c|d) third{5}[xyz]{9}"), "stop_token_ids": [114]},
+        {"grammar": Grammar.json_schema(FORM), "speculative": SpeculativeOptions(max_steps=1)},
+        {"grammar": Grammar.json_schema(FORM), "speculative": SpeculativeOptions(enabled=False)},
     ],
 }
 # The others decide how the rounds of all requests beside them are launched.
