@@ -39,7 +39,8 @@ _BREAK_S = 1.0
 class Address:
     """Where rank 0 is reached, and the secret of its ranks.
 
-    port: where worker ranks connect. store_port: where ranks find each other before they compute.
+    port: where worker ranks connect. store_port: where ranks find each other before they compute:
+    the store itself if host is `LOOPBACK`, else a gate to it (`store_tunnel.py`).
     """
 
     host: str
@@ -74,16 +75,20 @@ class Channel:
 
     def send(self, message: object) -> None:
         """Send a message. Raise OSError if the other end is gone."""
-        self.send_pickled(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        self.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
-    def send_pickled(self, message: bytes) -> None:
-        """Send a message that is pickled already."""
+    def send_bytes(self, message: bytes) -> None:
+        """Send a message that is bytes already."""
         self._connection.send_bytes(self._sent.next(message) + message)
 
     def receive(self) -> object:
         """Wait for the next message. Raise EOFError if the other end has none left."""
+        return pickle.loads(self.receive_bytes())
+
+    def receive_bytes(self) -> bytes:
+        """Wait for the next message of `send_bytes`; raise EOFError if there is none left."""
         try:
-            return pickle.loads(self._received.opened(self._connection.recv_bytes()))
+            return self._received.opened(self._connection.recv_bytes())
         except OSError as error:
             raise EOFError(str(error)) from error
 
@@ -142,6 +147,12 @@ def wait_for_end(channels: Sequence[Channel], within_s: float | None = None) -> 
     return bool(poll.poll(None if within_s is None else within_s * 1e3))
 
 
+def listen(host: str) -> socket.socket:
+    """Return a listener at a free port of an address of this machine."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=64)
+
+
 def accept(listener: socket.socket, secret: bytes) -> Channel | None:
     """Return a channel to the next process that connects, None if it is not a rank.
 
@@ -149,19 +160,22 @@ def accept(listener: socket.socket, secret: bytes) -> Channel | None:
     """
     end, _ = listener.accept()
     end.setblocking(True)
-    return _authenticated(Channel(end), secret, b"rank 0", b"worker rank")
+    return authenticated(Channel(end), secret, b"rank 0", b"worker rank")
 
 
 def connect(address: Address) -> Channel:
     """Return a channel to rank 0; raise OSError if nothing, or another process, listens there."""
     channel = Channel(socket.create_connection((address.host, address.port)))
-    authenticated = _authenticated(channel, address.secret, b"worker rank", b"rank 0")
-    if authenticated is None:
+    if authenticated(channel, address.secret, b"worker rank", b"rank 0") is None:
         raise ConnectionRefusedError(f"{address.host}:{address.port} is not rank 0's")
-    return authenticated
+    return channel
 
 
-def _authenticated(channel: Channel, secret: bytes, mine: bytes, theirs: bytes) -> Channel | None:
+def authenticated(channel: Channel, secret: bytes, mine: bytes, theirs: bytes) -> Channel | None:
+    """Return the channel if its other end knows the secret, or close it and return None.
+
+    mine, theirs: see `Channel.authenticate`.
+    """
     try:
         channel.authenticate(secret, mine, theirs)
     except EOFError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import socket
 import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -15,8 +14,9 @@ from torch._C._distributed_c10d import AllgatherOptions, TCPStore
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
-from serve_spec.parallel.channel import LOOPBACK, Address
+from serve_spec.parallel.channel import LOOPBACK, Address, listen
 from serve_spec.parallel.group import TensorParallel
+from serve_spec.parallel.store_tunnel import open_tunnel
 
 if TYPE_CHECKING:
     from serve_spec.parallel.shared_sum import SharedSum
@@ -141,16 +141,15 @@ class DeviceGroup(TensorParallel):
         return group
 
 
-def store_server(host: str) -> TCPStore:
+def store_server() -> TCPStore:
     """Return the store in which ranks find each other, on a free port; it ends with the object.
 
-    It has no secret. Therefore it listens at `host` only; by itself, torch listens everywhere.
+    It has no secret. Therefore it listens on this host only; by itself, torch listens everywhere.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family, backlog=64)
+    listener = listen(LOOPBACK)
     port, number = listener.getsockname()[1], listener.detach()  # the store closes it
     return TCPStore(
-        host,
+        LOOPBACK,
         port,
         is_master=True,
         wait_for_workers=False,
@@ -163,7 +162,10 @@ def join(
     rank: int, size: int, device: torch.device, address: Address, host: str = LOOPBACK
 ) -> DeviceGroup:
     """Return the group of all ranks once each has called this, or raise RuntimeError."""
-    store = TCPStore(address.host, address.store_port, wait_for_workers=False, timeout=_TIMEOUT)
+    is_here = address.host == LOOPBACK
+    # A tunnel stays as long as the process: NCCL connects again for its own threads.
+    port = address.store_port if is_here else open_tunnel(address).port
+    store = TCPStore(LOOPBACK, port, wait_for_workers=False, timeout=_TIMEOUT)
     return DeviceGroup(rank, size, device, store, host)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import threading
@@ -21,9 +20,18 @@ from torch._C._distributed_c10d import TCPStore
 
 import serve_spec
 from serve_spec.log import get_logger
-from serve_spec.parallel.channel import LOOPBACK, STOP, Address, Channel, accept, wait_for_end
+from serve_spec.parallel.channel import (
+    LOOPBACK,
+    STOP,
+    Address,
+    Channel,
+    accept,
+    listen,
+    wait_for_end,
+)
 from serve_spec.parallel.device_group import DeviceGroup, join, store_server
 from serve_spec.parallel.group import TensorParallel
+from serve_spec.parallel.store_tunnel import Forwarder, open_gate
 
 logger = get_logger(__name__)
 
@@ -66,11 +74,15 @@ class WorkerRanks:
 
     def __init__(self, size: int, host: str = LOOPBACK) -> None:
         self.size = size
-        self._listener = socket.create_server((host, 0), backlog=64)
+        self._listener = listen(host)
         self._listener.settimeout(_POLL_S)
-        self._store: TCPStore | None = store_server(host)
-        port = self._listener.getsockname()[1]
-        self.address = Address(host, port, self._store.port, os.urandom(32))
+        self._store: TCPStore | None = store_server()
+        self._gate: Forwarder | None = None
+        secret, store_port = os.urandom(32), self._store.port
+        if host != LOOPBACK:
+            self._gate = open_gate(host, store_port, secret)
+            store_port = self._gate.port
+        self.address = Address(host, self._listener.getsockname()[1], store_port, secret)
         self._channels: dict[int, Channel] = {}
         self._processes: Processes = {}
         self._watcher = threading.Thread(target=self._watch, name="worker ranks", daemon=True)
@@ -121,7 +133,7 @@ class WorkerRanks:
         pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self.in_step():
             for channel in self._channels.values():
-                channel.send_pickled(pickled)
+                channel.send_bytes(pickled)
 
     def check(self) -> None:
         """Raise RankLost if a rank is gone or out of step."""
@@ -168,6 +180,8 @@ class WorkerRanks:
             with suppress(OSError):
                 channel.send(STOP)
         self._listener.close()
+        if self._gate is not None:
+            self._gate.close()
         self._end_processes()
         self._disconnect(_SHUT_DOWN)
         self._end_joining()

@@ -44,7 +44,7 @@ def follow(settings, rank, size, address):
 
 def joined(size):
     """Return the groups of so many ranks in this process."""
-    store = store_server(LOOPBACK)
+    store = store_server()
     address = Address(LOOPBACK, 0, store.port, b"")
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda rank: join(rank, size, CPU, address), range(size)))

@@ -8,13 +8,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import DistNetworkError, TCPStore
 
 from serve_spec.parallel import channel
+from serve_spec.parallel.store_tunnel import open_tunnel
 from serve_spec.parallel.worker_ranks import RankLost, WorkerRanks, launch
 from tests.helpers.follower import CPU, follow
 from tests.helpers.ranks import start_threads
@@ -205,9 +208,14 @@ class Bomb:
         return pytest.fail, ("unpickled",)
 
 
-def test_ranks_of_one_host_find_each_other_where_no_other_host_can_connect():
-    worker_ranks = WorkerRanks(2)
-    ports = f"{worker_ranks.address.port:04X}", f"{worker_ranks.address.store_port:04X}"
+@pytest.mark.parametrize(
+    ("host", "reached_at"), [("127.0.0.1", "0100007F"), ("127.0.0.2", "0200007F")]
+)
+def test_ranks_of_one_host_find_each_other_where_no_other_host_can_connect(host, reached_at):
+    """Those of several reach a gate there, and the store itself stays where it was."""
+    worker_ranks = WorkerRanks(2, host)
+    address = worker_ranks.address
+    ports = {f"{port:04X}" for port in (address.port, address.store_port, worker_ranks._store.port)}
     lines = [
         line
         for file in ("tcp", "tcp6")
@@ -215,4 +223,23 @@ def test_ranks_of_one_host_find_each_other_where_no_other_host_can_connect():
     ]
     bound = [line.split()[1].split(":") for line in lines if line.split()[2].endswith(":0000")]
     worker_ranks.stop()
-    assert [host for host, port in bound if port in ports] == ["0100007F"] * 2
+    listening = {port: host for host, port in bound if port in ports}
+    assert listening.pop(f"{worker_ranks._store.port:04X}") == "0100007F"
+    assert set(listening.values()) == {reached_at}
+
+
+def test_the_store_of_several_hosts_answers_only_those_who_know_the_secret():
+    worker_ranks = WorkerRanks(2, "127.0.0.2")
+    address = worker_ranks.address
+    soon = timedelta(seconds=1)
+    with (
+        closing(open_tunnel(address)) as tunnel,
+        closing(open_tunnel(replace(address, secret=b"guessed"))) as guessed,
+    ):
+        member = TCPStore(channel.LOOPBACK, tunnel.port, wait_for_workers=False, timeout=soon)
+        member.set("long", "value" * 100_000)  # more than one message
+        assert member.clone().get("long") == b"value" * 100_000
+        for host, port in [(address.host, address.store_port), (channel.LOOPBACK, guessed.port)]:
+            with pytest.raises(DistNetworkError):
+                TCPStore(host, port, wait_for_workers=False, timeout=soon)
+        worker_ranks.stop()
