@@ -179,7 +179,9 @@ PREDICTED_GOODPUT = _gauge(
     "num_steps",
 )
 LAST_REASON = _gauge(
-    "last_reason", "1 for the reason of the policy's last decision, 0 for earlier ones.", "reason"
+    "last_reason",
+    "1 for the reason of the policy's last decision, or idle without requests; 0 for earlier ones.",
+    "reason",
 )
 SLOT = _gauge("slot", "Smallest batch size of the slot that made the last decision.")
 PREEMPTIONS = _counter("preemptions", "Requests preempted because the KV pages ran out.")

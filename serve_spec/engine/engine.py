@@ -48,6 +48,8 @@ def unfreeze_gc() -> None:
 
 logger = get_logger(__name__)
 
+IDLE = "idle"
+"""Shown in place of the policy's last reason while there are no requests."""
 MAX_BROKEN_REQUESTS = 8
 """Requests with NaN logits after which, if none has ended well meanwhile, the model is broken."""
 
@@ -236,6 +238,7 @@ class SpecEngine:
         forced = self.worker.settings.synthetic_acceptance
         return {
             **policy,
+            "last_reason": policy["last_reason"] if self.has_work else IDLE,
             "costs": {**report, **(of_policy if isinstance(of_policy, dict) else {})},
             **scheduler_snapshot(self.scheduler, self.counters),
             "synthetic_acceptance": list(forced) if isinstance(forced, tuple) else forced,

@@ -178,6 +178,20 @@ def test_sound_models_are_not_warned_of_and_the_check_leaves_nothing_behind(make
     assert shown["kv"]["free_pages"] == shown["kv"]["total_pages"]
 
 
+def test_an_engine_shows_the_reason_of_its_last_decision_while_it_has_requests(make_llm):
+    engine = make_llm("EAGLE3", 3).engine
+    assert engine.snapshot()["last_reason"] == "idle"
+    engine.add(engine.new_sequence("one", [5, 6, 7], SamplingParams(max_tokens=20)))
+    seen = set()
+    while engine.has_work:
+        engine.step()
+        seen.add(engine.has_work and engine.snapshot()["last_reason"])
+    assert seen == {"static", False}
+    shown = engine.snapshot()
+    assert (shown["num_running"], shown["last_reason"]) == (0, "idle")
+    assert shown["decision"].startswith("depth 3: ")
+
+
 def test_a_target_with_recurrent_state_is_refused_before_its_weights_are_read(
     make_llm, monkeypatch
 ):
