@@ -67,7 +67,7 @@ class Costs:
         self._covariance: Floats = _COMMON**2 + _BY_DEPTH**2 * np.outer(depths, depths)
         self._covariance += _OWN**2 * np.eye(len(depths))
         self._rounds, self._errors = (np.zeros((NUM_BUCKETS, len(depths))) for _ in range(2))
-        self.prompts = PromptCosts(lambda *given: float(self._more_ms(*given)))
+        self.prompts = PromptCosts(self._more_ms)
 
     def chains_ms(self, work: Work, drafts: Floats) -> Floats:
         """Return the ms of rounds that verify `drafts` [M] drafts of chains: [max_steps + 1, M].

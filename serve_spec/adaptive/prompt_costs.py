@@ -26,7 +26,7 @@ _LEAST = np.array([0.0, 0.05, 0.0, 0.0])
 _MOST_RATIO = 3.0  # a round that took longer by more was delayed by something else
 _BOUND, _BOUND_STEP = 0.99, 0.02
 
-MoreMs = Callable[[float, float, float], float]
+MoreMs = Callable[[float, float, Floats], Floats]
 """Milliseconds of more tokens in a target forward: requests, drafts, more tokens."""
 
 
@@ -36,7 +36,7 @@ class PromptCosts:
     def __init__(self, curve: MoreMs | None = None) -> None:
         """curve: by the cost table; None: it is learned, too, as a line."""
         self._curve = curve
-        self._slope = 0.0 if curve is None else curve(1.0, 0.0, 4096.0) / 4096.0
+        self._slope = 0.0 if curve is None else float(curve(1.0, 0.0, np.array(4096.0))) / 4096.0
         self._products: Floats = np.zeros((4, 4))
         self._errors: Floats = np.zeros(4)
         self._weights: Floats | None = _MEANS
@@ -73,8 +73,8 @@ class PromptCosts:
         a, b, _, _ = self.weights
         return np.asarray(a * round_ms + b * curve_ms + self.pair_ms * pairs)
 
-    def curve_ms(self, size: float, drafts: float, prompts: float) -> float:
-        """Return what so many prompt tokens cost by the curve alone."""
+    def curve_ms(self, size: float, drafts: float, prompts: Floats) -> Floats:
+        """Return what numbers of prompt tokens cost by the curve alone."""
         if self._curve is None:
             return self._slope * prompts
         return self._curve(size, drafts, prompts)
@@ -92,7 +92,7 @@ class PromptCosts:
             if not prompts or more <= 0.0:
                 return
             self._slope = more / prompts
-        curve = self.curve_ms(size, drafts, prompts)
+        curve = float(self.curve_ms(size, drafts, np.array(float(prompts))))
         row = np.array([round_ms, curve, self._slope * pairs, self._slope * entries])
         if not prompts:
             row[0] = 0.0

@@ -131,7 +131,7 @@ class PromptSizer:
         """Return the smallest chunk that is hardly slower than the best. rate: tokens a request."""
         size, round_ms = load.work.size, self._usual_ms
         drafts = size * (rate - 1.0)
-        curve = np.array([self.costs.curve_ms(size, drafts, each) for each in chunks])
+        curve = self.costs.curve_ms(size, drafts, chunks)
         more = self.costs.more_ms(np.full(len(chunks), round_ms), curve, chunks * load.pairs)
         requests, decodes = size + num_prompts, load.emitted / rate
         alone = load.prompt / chunks
@@ -150,13 +150,12 @@ class PromptSizer:
         chunks = [*self._chunks(batch.size + drafts, most), most]
         at = next((k for k, chunk in enumerate(chunks) if chunk >= self.goal), len(chunks) - 1)
         limit = self._limit_ms()
-        a, b, _, _ = self.costs.weights
         if drafts:
             limit -= self.costs.entry_ms * sum(batch.num_missing_entries)
-        while at and chunks[at] > _FEW:
-            curve = self.costs.curve_ms(batch.size, drafts, chunks[at])
-            pairs = pairs_of(batch.prompts, chunks[at])
-            if (1.0 + a) * round_ms + b * curve + self.costs.pair_ms * pairs <= limit:
+        while at and chunks[at] > _FEW and limit < math.inf:
+            curve = self.costs.curve_ms(batch.size, drafts, np.array(float(chunks[at])))
+            pairs = np.array(pairs_of(batch.prompts, chunks[at]))
+            if round_ms + self.costs.more_ms(np.array(round_ms), curve, pairs) <= limit:
                 break
             at -= 1
         return chunks[at]

@@ -41,8 +41,8 @@ class TestPromptCosts:
     @pytest.mark.parametrize("spikes", [0.0, 0.02])
     def test_rounds_tell_what_a_round_a_token_a_pair_and_an_entry_cost(self, curve, spikes):
         costs = self.learned(PromptCosts(curve), spikes=spikes)
-        tokens = costs.curve_ms(16, 32, 2000)
-        more = float(costs.more_ms(np.array(10.0), np.array(tokens), np.array(4e6)))
+        tokens = costs.curve_ms(16, 32, np.array(2000.0))
+        more = float(costs.more_ms(np.array(10.0), tokens, np.array(4e6)))
         assert more == pytest.approx(3.0 + 60.0 + 4.0, rel=0.05 if not spikes else 0.3)
         if not spikes:
             assert costs.pair_ms == pytest.approx(1e-6, rel=0.3)
