@@ -351,7 +351,8 @@ def _mixed(parser: argparse.ArgumentParser) -> None:
     add("--depths", type=depth, nargs="+", metavar="K", help="drafts of a round to compare, 0: off,"
         f" or {ADAPTIVE} (default: {' '.join(map(str, DEPTHS))})")
     add("--chunks", nargs="+", default=list(CHUNKS), metavar="SIZE",
-        help="values of chunked_prefill_size to compare with every depth")
+        help="values of chunked_prefill_size to compare with every depth; auto:MS: auto with that "
+        "max_inter_token_ms")
     add("--loads", type=load_fraction, nargs="+", default=[CLOSED, 0.5, 0.8, 0.95], metavar="LOAD",
         help=f"{CLOSED}: the next request arrives as one ends; or a fraction of the capacity, which"
         " arrives at random, at the same times for all variants")
@@ -367,7 +368,8 @@ def _mixed(parser: argparse.ArgumentParser) -> None:
     add("--warm-up", type=at_least(0), default=8, metavar="N",
         help="requests of every variant and trace before measuring")
     add("--inter-token-ms", type=positive, metavar="MS",
-        help="bound of which the fraction of gaps within it is shown (default: max_inter_token_ms)")
+        help="bound of which the fraction of gaps within it is shown (default: the first that"
+        " a variant keeps)")
     _add_goodput(parser)
     _add_outputs(parser)
     add("--from-json", type=Path, metavar="FILE",

@@ -13,13 +13,13 @@ import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, TypeAlias
+from typing import Any
 
 from tqdm import tqdm
 
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.bench import report
-from serve_spec.bench.command import ADAPTIVE, CLOSED, DEPTHS, configured
+from serve_spec.bench.command import ADAPTIVE, CLOSED, DEPTHS, configured, positive
 from serve_spec.bench.harness import engine_beside, recorded_steps, room
 from serve_spec.bench.mixed_report import figures, plot, tables
 from serve_spec.bench.online.in_process import run_offline
@@ -28,10 +28,11 @@ from serve_spec.bench.online.report import Objective
 from serve_spec.bench.prompts import max_model_len, prompt_pool
 from serve_spec.bench.request_trace import TRACES, PromptPool, RequestTrace
 from serve_spec.bench.variants import OFF, fixed_controller, interleaved
-from serve_spec.config import ConfigError, ServeSpecConfig
+from serve_spec.config import ConfigError, SchedulerConfig, ServeSpecConfig
 from serve_spec.config.flags import read_value
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.record import StepRecord
+from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.llm import LLM
 
 DRAFTS_PER_REQUEST = 16
@@ -39,8 +40,29 @@ DRAFTS_PER_REQUEST = 16
 WARM_UP_TOKENS = 16
 """Most output tokens of a request of the warm-up."""
 
-Chunk: TypeAlias = int | str
-"""A value of `chunked_prefill_size`: tokens, or auto."""
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A value of `chunked_prefill_size`, tokens or auto.
+
+    max_inter_token_ms: of auto; None: as configured.
+    """
+
+    size: int | str
+    max_inter_token_ms: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Return it as it is typed."""
+        bound = self.max_inter_token_ms
+        return str(self.size) if bound is None else f"{self.size}:{bound:g}"
+
+    def applied(self, limits: SchedulerConfig) -> SchedulerConfig:
+        """Return the limits of a scheduler with this chunk."""
+        keys = {"chunked_prefill_size": self.size, "max_inter_token_ms": self.max_inter_token_ms}
+        return limits.model_copy(update={k: value for k, value in keys.items() if value})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,12 +96,12 @@ class Variant:
     @property
     def is_fixed(self) -> bool:
         """Return whether neither depth nor chunk is chosen at run time."""
-        return self.depth != ADAPTIVE and isinstance(self.chunk, int)
+        return self.depth != ADAPTIVE and self.chunk.size != AUTO
 
     @property
     def name(self) -> str:
         """Return depth and chunk in words."""
-        return f"{self.depth}, {self.chunk}"
+        return f"{self.depth}, {self.chunk.name}"
 
 
 def _measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -92,11 +114,7 @@ def _measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     llm = LLM(
         config, **_sizes(config, traces, chunks), speculative_adaptive=config.speculative.enabled
     )
-    variants = [
-        Variant(name, chunk, copy.deepcopy(controller))
-        for name, controller in _controllers(llm.engine.controller, depths)
-        for chunk in chunks
-    ]
+    variants = [_variant(llm.engine, depth, chunk) for depth in depths for chunk in chunks]
     bench = _Bench(llm, args, pool, variants)
     yield report.run_record(
         "mixed",
@@ -107,7 +125,7 @@ def _measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         objective=vars(bench.objective),
         inter_token_ms=bench.inter_token_ms,
         variants={
-            each.name: {"depth": each.depth, "chunk": each.chunk, "is_fixed": each.is_fixed}
+            each.name: {"depth": each.depth, "chunk": each.chunk.name, "is_fixed": each.is_fixed}
             for each in variants
         },
     )
@@ -170,13 +188,21 @@ def _chunks(args: argparse.Namespace) -> list[Chunk]:
     if "chunked_prefill_size" in args.flags:
         flag, value = args.flags["chunked_prefill_size"]
         raise ConfigError(f"{flag}={value}: every variant has its own; give --chunks")
-    chunks: list[Chunk] = []
-    for text in args.chunks:
-        chunk = read_value("chunked_prefill_size", text, f"--chunks={text}")
-        if chunk != "auto" and (type(chunk) is not int or chunk < 1):
-            raise ConfigError(f"--chunks={text}: prompts are to be split; give tokens or auto")
-        chunks.append(chunk)
-    return list(dict.fromkeys(chunks))
+    return list(dict.fromkeys(map(_chunk, args.chunks)))
+
+
+def _chunk(text: str) -> Chunk:
+    """Parse tokens, auto, or auto:MS."""
+    size, colon, ms = text.partition(":")
+    try:
+        if size == AUTO:
+            return Chunk(AUTO, positive(ms) if colon else None)
+        tokens = read_value("chunked_prefill_size", text, f"--chunks={text}")
+        if type(tokens) is int and tokens > 0:
+            return Chunk(tokens)
+    except (ValueError, argparse.ArgumentTypeError):
+        pass  # the message below says what is right
+    raise ConfigError(f"--chunks={text}: give a number of tokens, auto, or auto:MS with a bound")
 
 
 def _sizes(
@@ -186,23 +212,35 @@ def _sizes(
     streams = max(trace.streams for trace in traces)
     longest = max(trace.longest for trace in traces) + DRAFTS_PER_REQUEST
     sizes = room(config, streams, longest, DRAFTS_PER_REQUEST - 1)
-    largest = max((chunk for chunk in chunks if isinstance(chunk, int)), default=0)
+    largest = max((chunk.size for chunk in chunks if isinstance(chunk.size, int)), default=0)
     num_batched = largest + streams * DRAFTS_PER_REQUEST
     return {**sizes, "max_num_batched_tokens": max(sizes["max_num_batched_tokens"], num_batched)}
 
 
-def _controllers(
-    controller: AdaptiveController, depths: Sequence[int | str]
-) -> list[tuple[str, AdaptiveController]]:
-    """Return the policy of each depth, by name; may raise ConfigError."""
-    found = []
-    for depth in depths:
-        if isinstance(depth, int):
-            fixed = fixed_controller(controller, DraftShape.chain(depth))
-            found.append((f"K={depth}" if depth else OFF, fixed))
-        else:
-            found.append((depth, controller))
-    return found
+def _variant(engine: SpecEngine, depth: int | str, chunk: Chunk) -> Variant:
+    """Return a variant with its own policy; may raise ConfigError."""
+    controller = engine.controller
+    if chunk.max_inter_token_ms is not None:
+        controller = _bounded(engine, chunk)
+    if isinstance(depth, int):
+        fixed = fixed_controller(controller, DraftShape.chain(depth))
+        return Variant(f"K={depth}" if depth else OFF, chunk, fixed)
+    return Variant(depth, chunk, copy.deepcopy(controller))
+
+
+def _bounded(engine: SpecEngine, chunk: Chunk) -> AdaptiveController:
+    """Return a policy that keeps the bound of a chunk, with costs and knowledge of the engine's."""
+    settings = engine.controller.settings
+    limits = chunk.applied(settings.prompts.config)
+    prompts = replace(settings.prompts, config=limits)
+    costs = None if engine.costs is None or not settings.needs_costs else engine.costs.load()
+    if settings.needs_costs and costs is None:
+        fix = "make $SERVE_SPEC_CACHE writable, or give --max-inter-token-ms instead"
+        raise ConfigError(f"--chunks={chunk.name}: the costs of steps are not cached; {fix}")
+    controller = AdaptiveController(replace(settings, prompts=prompts), costs)
+    if state := engine.controller.state():
+        controller.restore(state)
+    return controller
 
 
 class _Bench:
@@ -212,8 +250,12 @@ class _Bench:
         self, llm: LLM, args: argparse.Namespace, pool: PromptPool, variants: Sequence[Variant]
     ) -> None:
         self.objective = Objective.of(args.goodput)
-        bound = llm.config.scheduler.max_inter_token_ms
-        self.inter_token_ms: float | None = args.inter_token_ms or bound
+        bounds = [
+            args.inter_token_ms,
+            llm.config.scheduler.max_inter_token_ms,
+            *(variant.chunk.max_inter_token_ms for variant in variants),
+        ]
+        self.inter_token_ms: float | None = next(filter(None, bounds), None)
         self._llm, self._args, self._pool = llm, args, pool
         self._variants = variants
 
@@ -271,8 +313,8 @@ class _Bench:
     def _serve(
         self, variant: Variant, trace: RequestTrace, load: Load, requests: Requests, seed: int
     ) -> tuple[LoadRun, list[StepRecord]]:
-        own = {"chunked_prefill_size": variant.chunk, "max_num_seqs": trace.streams}
-        limits = self._llm.config.scheduler.model_copy(update=own)
+        limits = variant.chunk.applied(self._llm.config.scheduler)
+        limits = limits.model_copy(update={"max_num_seqs": trace.streams})
         engine = engine_beside(self._llm.engine, variant.controller, limits)
         with recorded_steps(engine) as steps:
             run = run_offline(engine, load, requests, seed=seed)

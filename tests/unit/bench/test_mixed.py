@@ -19,7 +19,8 @@ from serve_spec.bench.report import read_records
 from serve_spec.bench.request_trace import TRACES, PromptPool
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.record import StepTimes
-from tests.helpers.rounds import verified_round
+from serve_spec.engine.llm import LLM
+from tests.helpers.rounds import decode_batch, verified_round
 from tests.unit.bench.configs import write_config, write_dataset
 
 SMALL = "--traces mid --num-requests 5 --streams 2 --prompt-tokens 30:90 --output-tokens 6:20"
@@ -226,16 +227,33 @@ def test_every_variant_serves_the_same_texts_and_a_file_shows_what_was_printed(
     assert capsys.readouterr().out == printed
 
 
-def test_bounds_are_those_of_chunks_that_follow_them(config, tmp_path, capsys):
+def test_a_bound_holds_for_chunks_that_follow_it_and_every_variant_has_its_own(
+    config, tmp_path, capsys
+):
     head, *found = run(
         tmp_path / "r.jsonl",
-        f"""--config {config} {SMALL} {ONCE} --num-requests 9 --depths 0 3 --chunks 8 auto
-        --loads closed --max-inter-token-ms 60000 --max-step-ratio 1.01""",
+        f"""--config {config} {SMALL} {ONCE} --depths 0 3 adaptive --chunks 8 auto auto:50000
+        --loads closed --max-inter-token-ms 60000""",
     )
+    assert [each["is_fixed"] for each in head["variants"].values()] == [
+        *([True, False, False] * 2),
+        *([False] * 3),
+    ]
     assert head["inter_token_ms"] == 60000
-    assert [each["is_fixed"] for each in head["variants"].values()] == [True, False] * 2
     assert all(each["gaps_within"] == 1.0 for each in found)
     assert "gaps <= 60000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("depth", [0, 3, "adaptive"])
+def test_a_variant_with_a_bound_plans_its_steps_within_it(config, depth):
+    llm = LLM(config, speculative_adaptive=True, max_num_seqs=4)
+    bounds = {}
+    for text in ("64", "auto", "auto:5"):
+        controller = mixed._variant(llm.engine, depth, mixed._chunk(text)).controller
+        bounds[text] = controller.settings.prompts.config.max_inter_token_ms
+        assert controller.choose_steps(decode_batch(2)).shape.depth <= 7
+    assert bounds == {"64": None, "auto": None, "auto:5": 5}
+    llm.shutdown()
 
 
 def test_forced_acceptance_has_the_wanted_length_and_no_texts_to_compare(config, tmp_path, capsys):
@@ -265,8 +283,9 @@ def test_a_target_without_drafts_compares_chunks_and_its_capacity_may_be_given(c
     [
         ("--loads 0.5", "--loads=0.5: are fractions of an unknown capacity; add closed or"),
         ("--traces mid chat --capacity 3", "--capacity=3: is the capacity of one trace; give one"),
-        ("--chunks null", "--chunks=null: prompts are to be split; give tokens or auto"),
-        ("--chunks auto 0", "--chunks=0: prompts are to be split; give tokens or auto"),
+        ("--chunks null", "--chunks=null: give a number of tokens, auto, or auto:MS with a bound"),
+        ("--chunks auto 0", "--chunks=0: give a number of tokens"),
+        ("--chunks auto:x", "--chunks=auto:x: give a number of tokens"),
         ("--chunked-prefill-size 9", "--chunked-prefill-size=9: every variant has its own; give"),
         ("--depths 40", "drafts of 40: not built at start; use some of"),
         ("--prompt-tokens 500", "--traces=mid: a request has up to 520 tokens, max_model_len=128"),
