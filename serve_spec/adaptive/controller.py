@@ -228,6 +228,7 @@ class AdaptiveController:
         for key, shown in policy.get("slots", {}).items():
             slots[key] = slots.get(key, {}) | shown
         shown = {
+            "prompt_tokens": self._prompts.sizer.snapshot(),
             **policy,
             "slots": slots,
             "speculative_num_steps": active.depth,

@@ -161,7 +161,10 @@ class PromptSizer:
         return chunks[at]
 
     def snapshot(self) -> dict[str, float | None]:
-        """Return the chunk that keeps the batch full, and what a step may take, JSON-able."""
+        """Return the chunk that keeps the batch full, and what a step may take, JSON-able.
+
+        None: not known yet, or not limited.
+        """
         goal, limit = self.goal, self._limit_ms()
         return {
             "goal": None if math.isinf(goal) else goal,

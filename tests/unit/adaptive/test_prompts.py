@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from statistics import quantiles
 
 import numpy as np
@@ -10,12 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.prompt_plans import Gpu, Trace, settings_of, simulate
+from serve_spec.adaptive import AdaptiveController
 from serve_spec.adaptive.costs import Work
 from serve_spec.adaptive.prompt_costs import PromptCosts
 from serve_spec.adaptive.prompts import Load, PromptLimits, PromptSizer, pairs_of
 from serve_spec.config import SchedulerConfig
+from serve_spec.core.record import StepTimes
 from serve_spec.core.round import DecodeBatch, PendingPrompt
 from serve_spec.scheduler import queue as queue_module
+from tests.helpers.rounds import verified_round
 
 MANY = 1 << 20
 
@@ -137,6 +141,25 @@ def test_draft_kv_that_a_step_has_to_make_leaves_less_room_for_prompts():
 
 MID = Trace(96, 32, (256, 3840), (64, 320))
 CHAT = Trace(96, 16, (32, 512), (32, 256))
+
+
+@pytest.mark.parametrize("strategy", ["static", "goodput"])
+def test_operators_see_the_goal_and_the_longest_step(strategy):
+    limits = SchedulerConfig(max_step_ratio=5.0)
+    settings = settings_of("3" if strategy == "static" else "adaptive", limits)
+    controller = AdaptiveController(settings, Gpu().table())
+    assert controller.snapshot()["prompt_tokens"] == {"goal": None, "max_step_ms": None}
+    for _ in range(40):
+        steps = controller.choose_steps(batch(8, [(0, 4000)], most=1000))
+        assert 1 <= steps.prompt_tokens <= 1000
+        depth, more = steps.shape.depth, 0.02 * steps.prompt_tokens
+        ended = {"num_ended": 1, "num_ended_prompt_tokens": 900, "num_ended_tokens": 90}
+        record = verified_round([1] * 8, 8, depth, num_prefill_tokens=steps.prompt_tokens, **ended)
+        times = StepTimes(0.0, 10.0 + more, 10.0 + more)
+        controller.on_verify_complete(replace(record, times=times, notes=steps.notes))
+    shown = controller.snapshot()["prompt_tokens"]
+    assert shown["goal"] > 100
+    assert 20.0 < shown["max_step_ms"] < 80.0
 
 
 def played(trace, chunk, depth, **bounds):
