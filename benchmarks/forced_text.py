@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from serve_spec.bench.report import environment, print_record
-from serve_spec.config import ServeSpecConfig
+from serve_spec.config.root import parse_override
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import RequestOutput, SamplingParams
 from serve_spec.engine.llm import LLM
@@ -40,15 +40,18 @@ SCHEMA = {
     "required": list(NAMES),
     "additionalProperties": False,
 }
+EXAMPLE = {
+    name: 40 + number if kind is NUMBER else kind is FLAG or f"{name[:5]}{number}"
+    for number, (name, kind) in enumerate(KINDS.items())
+}
 MAX_TOKENS = 480
 
 
 def main(argv: list[str] | None = None) -> int:
     """Time both variants at every batch size; return 1 if a text differs."""
     args = _arguments(argv)
-    config = ServeSpecConfig.load(args.config)
-    settings = dict(item.split("=", 1) for item in args.set)
-    llm = LLM(config.with_settings(settings) if settings else config)
+    settings = dict(map(parse_override, args.set))
+    llm = LLM(args.config, **settings)
     differs = False
     try:
         for batch_size in args.batch_sizes:
@@ -76,6 +79,7 @@ def compared(llm: LLM, batch_size: int, turns: int) -> dict[str, Any]:
                 speeds[variant].append(speed)
             texts[variant] = [answer.text for answer in answers_now]
             answers = answers_now if variant == "on" else answers
+    grammars.most_drafts = most
     same = [one == other for one, other in zip(texts["on"], texts["off"], strict=True)]
     medians = {variant: median(found) for variant, found in speeds.items()}
     tokens = sum(len(answer.token_ids) for answer in answers)
@@ -94,9 +98,10 @@ def compared(llm: LLM, batch_size: int, turns: int) -> dict[str, Any]:
 def timed(llm: LLM, batch_size: int) -> tuple[float, list[RequestOutput]]:
     """Return the tokens per second of one batch, and its answers."""
     grammar = Grammar.json_schema(SCHEMA)
-    prompts = [f"Order {number} of the shop, as a JSON object:\n" for number in range(batch_size)]
+    shown = json.dumps(EXAMPLE)
+    prompts = [f"Order {number} as JSON:\n{shown}\nAgain:\n" for number in range(batch_size)]
     params = [
-        SamplingParams(max_tokens=MAX_TOKENS, temperature=0.6, seed=number, grammar=grammar)
+        SamplingParams(max_tokens=MAX_TOKENS, temperature=0.3, seed=number, grammar=grammar)
         for number in range(batch_size)
     ]
     start = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -51,6 +52,8 @@ class Sequence:
     """Its logits were NaN, so it was computed anew: without drafts and cached pages."""
     has_slow_masks: bool = False
     """A mask of its grammar took long, so it stops drafting."""
+    grammar_rate: float = 0.95
+    """Fraction of reached grammar drafts that were accepted lately."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Log-probabilities of prompt tokens 1 .., as far as computed; empty unless wanted."""
     finish_reason: FinishReason | None = None
@@ -106,6 +109,18 @@ class Sequence:
         if len(token_ids) >= room:
             return room, FinishReason.LENGTH
         return len(token_ids), None
+
+    def learn_grammar_drafts(self, num_verified: int, num_correct: int) -> None:
+        """Learn from a step with grammar drafts."""
+        for place in range(min(num_verified, num_correct + 1)):
+            self.grammar_rate += ((place < num_correct) - self.grammar_rate) / 8.0
+
+    @property
+    def most_grammar_drafts(self) -> int:
+        """Most grammar drafts that are more likely accepted than not; 0: they never are again."""
+        if self.grammar_rate <= 0.5:
+            return 0
+        return int(math.log(0.5) / math.log(min(self.grammar_rate, 0.99)))
 
     def unscored(self, start: int, end: int) -> range:
         """Return the prompt positions whose log-probabilities a chunk `start .. end - 1` adds.

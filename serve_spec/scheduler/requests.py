@@ -173,7 +173,9 @@ class DraftSource:
         if not least:
             return []
         found = [
-            min(len(self.grammars(seq)), count, least) if count and seq.params.grammar else 0
+            min(len(self.grammars(seq)), count, least, seq.most_grammar_drafts)
+            if count and seq.params.grammar
+            else 0
             for seq, count in zip(decoding, most, strict=True)
         ]
         room = sys.maxsize if limits.tokens is None else limits.tokens - len(found)

@@ -300,6 +300,7 @@ class Scheduler:
             self.cache.publish(seq)
         num_correct = len(tokens) - 1
         if req.from_grammar:
+            seq.learn_grammar_drafts(num_drafts, num_correct)
             return CommittedRequest(seq, req, kept, number, 0, 0, 0, (num_drafts, num_correct))
         return CommittedRequest(seq, req, kept, number, num_drafts, num_steps, num_correct)
 
