@@ -10,6 +10,7 @@ process, and must give the same texts.
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
 from statistics import median

@@ -280,8 +280,7 @@ class Scheduler:
     ) -> CommittedRequest:
         """Commit one request. drafts: its index among the sampling ones, and drafts verified."""
         num_kept, reason = cut(seq, tokens)
-        kept = tokens[:num_kept]
-        number, num_drafts = drafts
+        kept, (number, num_drafts) = tokens[:num_kept], drafts
         num_steps = min(req.shape.depth, num_drafts)
         num_entries = seq.num_draft_computed
         if req.extends:
