@@ -258,7 +258,8 @@ class Batcher(ABC):
 
     def num_open(self, replica: str) -> int:
         """Return the number of open requests at a replica."""
-        return len(self._open_requests(replica))
+        sent = self._by_replica.get(replica)
+        return sum([pending.is_open for pending in sent.values()]) if sent else 0
 
     def known_requests(self, replica: str) -> list[str]:
         """Return the ids of the open requests at a replica, and of those about to be cancelled."""

@@ -32,6 +32,14 @@ class MarginalCosts:
     def __init__(self, ms_by_batch_size: Mapping[int, float]) -> None:
         self._sizes = sorted(ms_by_batch_size)
         self._ms = [ms_by_batch_size[size] for size in self._sizes]
+        self._means: dict[tuple[int, int], float] = {}
+
+    def mean(self, first: int, num: int) -> float:
+        """Return the mean ms of `num` more requests after `first`."""
+        mean = self._means.get((first, num))
+        if mean is None:
+            mean = self._means[first, num] = sum(map(self.at, range(first, first + num))) / num
+        return mean
 
     def at(self, count: int) -> float:
         """Return the ms at `count` by linear interpolation; beyond the table, proportional."""
@@ -73,8 +81,7 @@ class ReplicaLoad(NamedTuple):
     def marginal_ms(self, num_requests: int) -> float:
         """Return the mean ms/token of `num_requests` additional requests."""
         assert self.marginal_costs is not None, "balanced is the policy without costs"
-        counts = range(self.num_requests, self.num_requests + num_requests)
-        return sum(map(self.marginal_costs.at, counts)) / num_requests
+        return self.marginal_costs.mean(self.num_requests, num_requests)
 
 
 def ranked(
