@@ -69,7 +69,7 @@ def build_engine(config: ServeSpecConfig, launcher: Launcher | None = None) -> S
 
     With tensor parallelism this process is rank 0. It starts the other ranks, which
     `SpecEngine.shutdown` ends. launcher: where they run; None: as processes of this host.
-    Raises CheckpointError, ValueError for sizes that do not fit together, RankLost.
+    Raises CheckpointError, ConfigError for sizes that do not fit together, RankLost.
     """
     if config.model.tensor_parallel_size == 1:
         return _build_engine(config, SINGLE, None)
@@ -89,7 +89,7 @@ def _start_ranks(config: ServeSpecConfig, launcher: Launcher | None) -> WorkerRa
     is_on_gpu = rank_device(config, 0).type == "cuda"
     if launcher is None and is_on_gpu and torch.cuda.device_count() < size:
         why = f"tensor_parallel_size={size}: torch sees {torch.cuda.device_count()} GPUs here"
-        raise ValueError(f"{why}; lower it, or show more of them (CUDA_VISIBLE_DEVICES)")
+        raise ConfigError(f"{why}; lower it, or show more of them (CUDA_VISIBLE_DEVICES)")
     return launch("serve_spec.engine.worker_rank", size, config, launcher)
 
 
@@ -150,13 +150,13 @@ def _build_engine(
 
 
 def _check_bound(config: ServeSpecConfig, worker: SpecWorker) -> None:
-    """Raise ValueError for a bound that the shortest step does not keep."""
+    """Raise ConfigError for a bound that the shortest step does not keep."""
     bound = config.scheduler.max_inter_token_ms
     if bound is None:
         return
     ms = plain_step_ms(worker, config.cache.page_size)
     if ms > bound:
-        raise ValueError(
+        raise ConfigError(
             f"max_inter_token_ms={bound}: no step can hold it; one of a single request without "
             f"drafts or prompts takes {ms:.3g} ms here; raise it above that"
         )
@@ -242,11 +242,11 @@ class LoadedModels:
 
 
 def load_models(config: ServeSpecConfig, parallel: TensorParallel) -> LoadedModels:
-    """Load a rank's shard of the target, and the draft; raise CheckpointError or ValueError."""
+    """Load a rank's shard of the target, and the draft; raise CheckpointError or ConfigError."""
     load_plugins()
     device = rank_device(config, parallel.rank)
     if config.model.torch_compile and device.type == "cpu":
-        raise ValueError(
+        raise ConfigError(
             "torch_compile=True: torch's compiler does not support the oneDNN products used on "
             "CPUs; set it to false, or device to 'cuda'"
         )
@@ -403,7 +403,7 @@ def _load_head(config: ServeSpecConfig, target: Target) -> DraftModel | None:
 def _num_pages(config: ServeSpecConfig, target: Target, head: DraftModel | None) -> int:
     """Return the configured number of KV pages, or as many as fit the budget.
 
-    Raises ValueError if they need more memory than there is.
+    Raises ConfigError if they need more memory than there is.
     """
     page_size, device = config.cache.page_size, target.embed_tokens.weight.device
     # A step verifies up to MAX_TREE_TOKENS tokens of a request; one slot more takes padding.
@@ -425,7 +425,7 @@ def _num_pages(config: ServeSpecConfig, target: Target, head: DraftModel | None)
         given = f"num_pages={num_pages}"
     needed = memory.total(num_pages, num_slots)
     if needed > free_bytes:
-        raise ValueError(
+        raise ConfigError(
             f"{given}: the KV cache needs {needed / 2**30:.1f} GiB, but "
             f"there are {free_bytes / 2**30:.1f} GiB; lower it"
         )
@@ -445,13 +445,13 @@ def check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
                 why = f"load_format='safetensors': {folder} has none of them"
                 raise CheckpointError(f"{why}; use 'auto' to read its pickles")
     if max_model_len is not None and max_model_len > spec.max_position_embeddings:
-        raise ValueError(
+        raise ConfigError(
             f"max_model_len={max_model_len} is more than the model was made for: "
             f"max_position_embeddings={spec.max_position_embeddings}; lower max_model_len"
         )
     topk = config.speculative.topk
     if config.speculative.enabled and topk > 1 and not spec.takes_trees:
-        raise ValueError(
+        raise ConfigError(
             f"speculative_eagle_topk={topk}: trees of up to {MAX_TREE_TOKENS} tokens do not fit "
             f"the target's sliding_window={spec.window}; use speculative_eagle_topk=1"
         )
@@ -476,20 +476,20 @@ def _check_sizes(
 ) -> None:
     most, deepest = policy.max_steps, policy.max_depth
     if most is not None and deepest > most:
-        raise ValueError(
+        raise ConfigError(
             f"speculative_num_steps={policy.shape.depth}, or the adaptive config: {deepest} steps, "
             f"but the draft supports at most {most}; lower them"
         )
     room = num_pages * config.cache.page_size
     if room < max_model_len:
-        raise ValueError(
+        raise ConfigError(
             f"num_pages={num_pages} of page_size={config.cache.page_size} hold {room} tokens, "
             f"less than max_model_len={max_model_len}: raise num_pages (or cpu_cache_gb, "
             "memory_fraction) or lower max_model_len"
         )
     budget = config.scheduler.max_num_batched_tokens
     if config.scheduler.chunked_prefill_size is None and budget < max_model_len:
-        raise ValueError(
+        raise ConfigError(
             f"max_num_batched_tokens={budget} is below max_model_len={max_model_len} while "
             "chunked_prefill_size=null: no step could hold the longest prompt; raise it"
         )

@@ -61,7 +61,7 @@ from tests.helpers.ranks import on_ranks
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_by_name(make_llm, overrides, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):  # a line, not a traceback, of every command
         make_llm(**overrides)
 
 
