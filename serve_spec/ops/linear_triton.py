@@ -20,7 +20,7 @@ from serve_spec.ops.dispatch_triton import wait_for_previous
 from serve_spec.ops.linear import choose_tiles
 from serve_spec.ops.linear_gluon import PAIRS_TOGETHER, multiply
 
-_SUM_BLOCK = 512
+SUM_BLOCK = 512
 
 
 def small_linear(
@@ -38,9 +38,9 @@ def small_linear(
         multiply(x, weight, scale, bias, out, tiles)
         return out
     sums = small_partials(x, weight, scale)
-    _sum_kernel[(triton.cdiv(out.numel(), _SUM_BLOCK),)](
+    sum_kernel[(triton.cdiv(out.numel(), SUM_BLOCK),)](
         sums, bias, out, out.numel(), out.shape[1],
-        SPLITS=len(sums), BLOCK=_SUM_BLOCK,
+        SPLITS=len(sums), BLOCK=SUM_BLOCK,
         num_warps=4, **dependent_launch(x.device),
     )  # fmt: skip
     return out
@@ -79,7 +79,7 @@ def load_sum(places, mask, partial_stride, NUM_PARTIALS: tl.constexpr, dtype: tl
 
 
 @triton.jit
-def _sum_kernel(
+def sum_kernel(
     parts, bias, out, size, num_outputs,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip

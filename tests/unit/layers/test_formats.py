@@ -1,5 +1,7 @@
 """Formats of weights: what a layer multiplies by is what was loaded."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from serve_spec.layers.formats.fp16 import Fp16Weight, fp16_works, lossless_expo
 from serve_spec.layers.formats.int8 import quantized_rows
 from serve_spec.layers.formats.onednn import OneDnnWeight, onednn_rows, onednn_works
 from serve_spec.layers.formats.plain import PlainWeight
+from serve_spec.layers.formats.registry import formats_of
 from serve_spec.layers.formats.scaled import ScaledWeight, Scales
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import tensor_defaults
@@ -18,6 +21,14 @@ from serve_spec.models.loader import load_target
 from serve_spec.models.weights import open_checkpoint
 from serve_spec.parallel.group import SINGLE
 from tests.helpers.checkpoints import make_target, read_checkpoint, write_checkpoint
+from tests.helpers.packed import (
+    awq,
+    compressed,
+    gptq,
+    pack_awq,
+    pack_compressed,
+    pack_gptq,
+)
 from tests.helpers.paged import PagedSequences
 from tests.helpers.quantized import fp8_blocks, fp8_matrix, fp8_rows, int8_rows
 from tests.helpers.ranks import on_ranks
@@ -219,6 +230,12 @@ def scaled(pack, **scales):
     return lambda matrix: ScaledWeight(matrix, Scales(**scales)), stored
 
 
+def by_config(pack, settings, **keywords):
+    """Return the format that a config asks for, and how a matrix is stored in it."""
+    formats = formats_of({"quantization_config": settings})
+    return lambda matrix: formats.of([*matrix.parts], matrix), partial(pack, **keywords)
+
+
 # Blocks of 3 rows and 5 columns end inside the shards of two ranks.
 KINDS = {
     "floats": (PlainWeight, as_floats),
@@ -230,6 +247,10 @@ KINDS = {
     "fp8 ragged blocks": scaled(lambda w: fp8_blocks(w, (3, 5)), block=(3, 5)),
     "fp8 one block": scaled(fp8_blocks, block=(128, 128)),
     "int8 rows": scaled(int8_rows, per_row=True, dtype=torch.int8),
+    "awq": by_config(pack_awq, awq(16), size=16),
+    "gptq": by_config(pack_gptq, gptq(16), size=16, symmetric=False),
+    "gptq rows": by_config(pack_gptq, gptq(-1), size=-1),
+    "packed": by_config(pack_compressed, compressed(16, symmetric=False), size=16, symmetric=False),
 }
 
 
@@ -237,7 +258,7 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_ranks_of_any_format_give_the_product_of_the_whole_matrix(name, is_row_parallel, tmp_path):
     """Stacked matrices with biases, stored by names, layouts and dtypes of the format's own."""
-    num_in, parts = 16, {"left": 8, "right": 4}
+    num_in, parts = 32, {"left": 32, "right": 16}
     kind, pack = KINDS[name]
     generator = torch.Generator().manual_seed(0)
     stored, weights, biases = {}, [], []
@@ -277,7 +298,7 @@ def test_ranks_of_any_format_give_the_product_of_the_whole_matrix(name, is_row_p
     if is_row_parallel:
         torch.testing.assert_close(sum(outs), torch.cat(expected, dim=1))
     else:
-        halves = [out.split([4, 2], dim=1) for out in outs]
+        halves = [out.split([16, 8], dim=1) for out in outs]
         for whole, both in zip(expected, zip(*halves, strict=True), strict=True):
             torch.testing.assert_close(torch.cat(both, dim=1), whole)
 
