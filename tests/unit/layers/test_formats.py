@@ -7,13 +7,16 @@ import torch
 import torch.nn.functional as F
 
 from serve_spec.core.errors import CheckpointError
+from serve_spec.layers.formats.awq import AwqWeight
 from serve_spec.layers.formats.base import Formats, WeightFormat
 from serve_spec.layers.formats.choices import PLAIN
 from serve_spec.layers.formats.fp16 import Fp16Weight, fp16_works, lossless_exponent
+from serve_spec.layers.formats.gptq import GptqWeight
+from serve_spec.layers.formats.grouped_int4 import Groups
 from serve_spec.layers.formats.int8 import quantized_rows
 from serve_spec.layers.formats.onednn import OneDnnWeight, onednn_rows, onednn_works
+from serve_spec.layers.formats.packed_int4 import PackQuantizedWeight
 from serve_spec.layers.formats.plain import PlainWeight
-from serve_spec.layers.formats.registry import formats_of
 from serve_spec.layers.formats.scaled import ScaledWeight, Scales
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import tensor_defaults
@@ -21,14 +24,7 @@ from serve_spec.models.loader import load_target
 from serve_spec.models.weights import open_checkpoint
 from serve_spec.parallel.group import SINGLE
 from tests.helpers.checkpoints import make_target, read_checkpoint, write_checkpoint
-from tests.helpers.packed import (
-    awq,
-    compressed,
-    gptq,
-    pack_awq,
-    pack_compressed,
-    pack_gptq,
-)
+from tests.helpers.packed import pack_awq, pack_compressed, pack_gptq
 from tests.helpers.paged import PagedSequences
 from tests.helpers.quantized import fp8_blocks, fp8_matrix, fp8_rows, int8_rows
 from tests.helpers.ranks import on_ranks
@@ -230,10 +226,9 @@ def scaled(pack, **scales):
     return lambda matrix: ScaledWeight(matrix, Scales(**scales)), stored
 
 
-def by_config(pack, settings, **keywords):
-    """Return the format that a config asks for, and how a matrix is stored in it."""
-    formats = formats_of({"quantization_config": settings})
-    return lambda matrix: formats.of([*matrix.parts], matrix), partial(pack, **keywords)
+def int4(kind, pack, **keywords):
+    """Return a format of four bits, and how a matrix is stored in it."""
+    return kind, partial(pack, **keywords)
 
 
 # Blocks of 3 rows and 5 columns end inside the shards of two ranks.
@@ -247,10 +242,15 @@ KINDS = {
     "fp8 ragged blocks": scaled(lambda w: fp8_blocks(w, (3, 5)), block=(3, 5)),
     "fp8 one block": scaled(fp8_blocks, block=(128, 128)),
     "int8 rows": scaled(int8_rows, per_row=True, dtype=torch.int8),
-    "awq": by_config(pack_awq, awq(16), size=16),
-    "gptq": by_config(pack_gptq, gptq(16), size=16, symmetric=False),
-    "gptq rows": by_config(pack_gptq, gptq(-1), size=-1),
-    "packed": by_config(pack_compressed, compressed(16, symmetric=False), size=16, symmetric=False),
+    "awq": int4(lambda m: AwqWeight(m, Groups(16)), pack_awq, size=16),
+    "gptq": int4(lambda m: GptqWeight(m, Groups(16), 1), pack_gptq, size=16, symmetric=False),
+    "gptq one group": int4(lambda m: GptqWeight(m, Groups(None), 1), pack_gptq, size=-1),
+    "packed int4": int4(
+        lambda m: PackQuantizedWeight(m, Groups(16), has_zeros=True, has_order=False),
+        pack_compressed,
+        size=16,
+        symmetric=False,
+    ),
 }
 
 
