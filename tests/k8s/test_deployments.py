@@ -119,6 +119,10 @@ def test_further_haproxy_settings_follow_the_balance_algorithm():
         "timeout http-request 30s",
         "option forwardfor",
         "no option splice-request",
+        "option srvtcpka",
+        "srvtcpka-idle 5s",
+        "srvtcpka-intvl 5s",
+        "srvtcpka-cnt 3",
     ]
     for line, status, code in (
         (broken_off, 400, None),

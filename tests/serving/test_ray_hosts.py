@@ -14,7 +14,9 @@ import httpx
 import pytest
 import yaml
 
+from serve_spec.config import ServeSpecConfig
 from serve_spec.serving.deployment.plan import APP_IMPORT_PATH
+from serve_spec.serving.proxy.settings import haproxy_files, haproxy_script, throughput_settings
 from tests.e2e.fleet import Stream, client_of, fleet_settings, server_info, texts_of
 from tests.serving.cluster import ROOT, eventually, isolated_environment, pids_with, short_tmp
 from tests.serving.hosts import HOSTS, entered, on_host, two_hosts, unplug
@@ -36,8 +38,14 @@ NODE = [
 ]
 
 
+@pytest.fixture(scope="module", params=["HAProxy", "Python"])
+def proxy(request):
+    """What each node has in front of the routers."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def hosts():
+def hosts(proxy):
     with two_hosts() as names:
         yield names
 
@@ -87,7 +95,7 @@ def _ray_start(host):
 
 
 @pytest.fixture(scope="module")
-def cluster(hosts):
+def cluster(hosts, proxy):
     """A Ray with a node on each host; this process is on the first one."""
     before = dict(os.environ)
     with ExitStack() as stack:
@@ -95,6 +103,9 @@ def cluster(hosts):
         stack.callback(os.environ.update, before)
         stack.callback(os.environ.clear)
         os.environ.update(isolated_environment(tmp))
+        if proxy == "HAProxy":
+            os.environ.update(throughput_settings(ServeSpecConfig.load("asset:tiny").router))
+            os.environ.update(haproxy_script() | haproxy_files(Path(tmp, "haproxy")))
         stack.enter_context(entered(hosts[0]))
         cluster = Cluster(hosts, tmp)
         stack.callback(cluster.kill)
@@ -192,7 +203,8 @@ def test_both_proxies_answer_from_replicas_on_both_hosts(urls, cluster):
         before = after
 
 
-def test_streams_go_on_when_a_node_is_lost(urls, hosts):
+def test_streams_go_on_when_a_node_is_lost(urls, hosts, proxy):
+    """HAProxy spreads them over routers on both nodes; those of the lost router break off."""
     here, _ = urls
 
     async def lose_node(streams):
@@ -201,7 +213,12 @@ def test_streams_go_on_when_a_node_is_lost(urls, hosts):
         unplug(hosts[1])
 
     streams = asyncio.run(ask(here, NUM_STREAMS, lose_node))
-    assert [count for _, count in texts_of(streams)] == [MAX_TOKENS] * NUM_STREAMS
+    if proxy == "HAProxy":
+        broken = [stream.error for stream in streams if stream.error is not None]
+        assert len(broken) < NUM_STREAMS
+        assert all(isinstance(error, httpx.RemoteProtocolError) for error in broken), broken
+        streams = [stream for stream in streams if stream.error is None]
+    assert [count for _, count in texts_of(streams)] == [MAX_TOKENS] * len(streams)
     assert any(stream.num_resumes for stream in streams)
     assert any(not stream.num_resumes for stream in streams)
     for stream in asyncio.run(ask(here, NUM_STREAMS)):

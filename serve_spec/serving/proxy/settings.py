@@ -63,6 +63,11 @@ def throughput_settings(router: RouterConfig) -> dict[str, str]:
                 "option forwardfor",
                 # With splicing, HAProxy does not notice when the client disconnects.
                 "no option splice-request",
+                # A router's host that is switched off closes nothing: notice it in 20 s.
+                "option srvtcpka",
+                "srvtcpka-idle 5s",
+                "srvtcpka-intvl 5s",
+                "srvtcpka-cnt 3",
                 # HAProxy's own errors; 502: a router closed the connection, 503: none is reachable.
                 _error_line(broken_off()),
                 _error_line(server_lost(), 502),
