@@ -103,6 +103,11 @@ SWITCHES = _counter("depth_switches", "Changes of speculation depth by reason.",
 PROBE_ROUNDS = _counter("probe_rounds", "Rounds spent on exploration.")
 DRAFT_TOKENS = _counter("draft_tokens", "Draft tokens verified by the target.")
 CORRECT_DRAFTS = _counter("correct_drafts", "Draft tokens accepted by the target.")
+GRAMMAR_DRAFTS = _counter(
+    "grammar_draft_tokens",
+    "Drafts of text that a grammar forces, verified by the target; draft_tokens leaves them out.",
+)
+GRAMMAR_TOKENS = _counter("grammar_tokens", "Of these, tokens accepted and emitted.")
 POSITION_PROPOSED = _counter(
     "position_proposed_tokens",
     "Draft tokens proposed by position; those beyond the budget are not verified.",
@@ -454,6 +459,8 @@ def _decode_readings(record: StepRecord) -> Iterator[Reading]:
         yield Reading(DRAFT_MS, record.draft_ms)
     yield Reading(DRAFT_TOKENS, record.num_draft_tokens)
     yield Reading(CORRECT_DRAFTS, record.num_correct_drafts)
+    yield Reading(GRAMMAR_DRAFTS, record.num_grammar_drafts)
+    yield Reading(GRAMMAR_TOKENS, record.num_grammar_tokens)
     yield Reading(OUTPUT_TOKENS, record.num_output_tokens)
     for length, num_rows in Counter(record.accept_lengths).items():
         yield Reading(ACCEPT_LENGTHS, num_rows, {"accept_length": str(length)})

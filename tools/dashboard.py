@@ -164,6 +164,9 @@ def _budget() -> list[Panel]:
             ("position {{position}}",
              _ratio(metrics.POSITION_DRAFTED, metrics.POSITION_PROPOSED, "position")),
         )),
+        Panel("Acceptance rate of grammar drafts", "percentunit", (
+            ("fleet", _ratio(metrics.GRAMMAR_TOKENS, metrics.GRAMMAR_DRAFTS)),
+        )),
     ]  # fmt: skip
 
 

@@ -20,6 +20,9 @@ from serve_spec.adaptive.curves import Floats
 from serve_spec.adaptive.prompts import Load
 from serve_spec.core.draft import DraftShape
 
+# Of a step with grammars. The table does not know what each step's masks cost the host.
+_TABLE_SHARE = 0.9
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -118,15 +121,15 @@ class Planner:
         return best if speeds[best] >= chosen.tokens_per_ms else 0
 
     def grammar_steps(self, load: Load, rates: Sequence[float]) -> int:
-        """Return how many grammar drafts a request verifies at most, if all have as many.
+        """Return how many grammar drafts a request verifies at most; one, to learn, at least.
 
+        Those that survive more often than the time of their verification makes tokens otherwise.
         rates: probability by position that they are accepted.
         """
-        size = load.work.size
-        expected = size * np.cumsum(np.cumprod([1.0, *rates]))
-        drafts = size * np.arange(float(len(expected)))
-        ms = self.costs.chains_ms(load.work, drafts)[0]
-        return int((expected / ms).argmax())
+        size, num = load.work.size, len(rates)
+        none, every = self.costs.chains_ms(load.work, np.array([0.0, size * num]))[0]
+        price = _TABLE_SHARE * (every - none) / (num * none)
+        return max(1, int((np.cumprod(rates) >= price).sum()))
 
     def marginal_ms(
         self, work: Work, rates: Sequence[float], bound: Callable[[int], int]

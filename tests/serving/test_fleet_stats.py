@@ -18,7 +18,11 @@ def snapshot(rows=0, tokens=0, **fields):
         "speculative_num_steps": 3,
         "batch_size": 1,
         "kv": {"free_pages": 10, "total_pages": 20},
-        "counters": {"decode_rows": rows, "decode_tokens": tokens},
+        "counters": {
+            "decode_rows": rows,
+            "decode_tokens": tokens + 5,  # by grammar drafts
+            "correct_drafts": tokens - rows,
+        },
         **fields,
     }
 

@@ -11,9 +11,12 @@ from serve_spec.metrics import (
     BUDGET_ROUNDS,
     DRAFT_BUDGET,
     EXPECTED_DRAFTS,
+    GRAMMAR_DRAFTS,
+    GRAMMAR_TOKENS,
     MEASURED_MS,
     METRICS,
     OBSERVED_DRAFTS,
+    OUTPUT_TOKENS,
     OVERHEAD,
     PREDICTED_GOODPUT,
     PREDICTED_MS,
@@ -29,6 +32,8 @@ ROUND = replace(
     num_prefill_tokens=5,
     num_prefix_query_tokens=9,
     num_prefix_hit_tokens=4,
+    grammar_drafts=((2, 1),),
+    num_grammar_tokens=1,
     notes=replace(fake_engine.ROUND.notes, predicted_ms=None),
 )
 # Times of rounds are observed only if no prompt shared the step.
@@ -117,6 +122,19 @@ def test_levels_of_a_tree_are_not_counted_by_its_drafts():
     tree = replace(ROUND, shape=DraftShape(2, 6, 3), steps_per_req=(2, 2), drafted_per_req=(6, 6))
     assert by_position(tree, "proposed") == by_position(tree, "drafted") == {"1": 2, "2": 2}
     assert values(replace(tree, num_draft_tokens=9, budget=9), UNVERIFIED_DRAFTS) == [3]
+
+
+def test_grammar_drafts_count_apart_from_others():
+    forced = replace(PURE, grammar_drafts=[(5, 4), (3, 0)], num_grammar_tokens=4)
+    plain = replace(PURE, grammar_drafts=(), num_grammar_tokens=0)
+    names = GRAMMAR_DRAFTS, GRAMMAR_TOKENS
+    assert values(forced, *names) == [8, 4]
+    others = [
+        [r for r in readings(record) if r.metric not in names and r.metric is not OUTPUT_TOKENS]
+        for record in (forced, plain)
+    ]
+    assert others[0] == others[1]
+    assert values(forced, OUTPUT_TOKENS)[0] == values(plain, OUTPUT_TOKENS)[0] + 4
 
 
 def test_expected_drafts_are_compared_with_those_of_the_same_requests():

@@ -265,6 +265,30 @@ def test_a_closed_guard_opens_again_whatever_runs(num_prefill_tokens):
     assert reasons[-1] != Reason.GUARD
 
 
+@pytest.mark.parametrize("kept", [5, 0])
+def test_grammar_drafts_are_learned_apart_and_verified_as_far_as_they_are_accepted(kept):
+    policies = goodput(), goodput()
+    for policy in policies:
+        for number in range(300):
+            steps = policy.choose(replace(decode_batch(16), grammar_steps=[0] * 8 + [5] * 8))
+            times = StepTimes(0.0, 5.0, 5.0)
+            record = verified_round([number % 2] * 8, 16, steps.shape.depth, times=times)
+            if policy is policies[0]:  # the other one sees the same rounds without them
+                forced = {"grammar_drafts": [(5, kept)] * 8, "num_grammar_tokens": 8 * kept}
+                record = replace(record, **forced)
+            policy.observe(replace(record, notes=steps.notes))
+    with_them, without = (policy.snapshot() for policy in policies)
+    assert with_them["acceptance"] == without["acceptance"]
+    assert with_them["calibration"] == without["calibration"]
+    assert with_them["text_acceptance"] is without["grammar_acceptance"] is None
+    rates = [each["accept_rate"] for each in with_them["grammar_acceptance"]][:5]
+    assert min(rates) > 0.95 if kept else rates[0] < 0.05
+    chosen = policies[0].choose(replace(decode_batch(16), grammar_steps=[5] * 16)).grammar_steps
+    assert chosen is not None
+    assert chosen >= 5 if kept else chosen == 1
+    assert policies[0].choose(decode_batch(16)).grammar_steps is None
+
+
 def test_texts_are_verified_while_a_model_does_not_draft():
     policy = goodput()
     play(policy, 64, 400, 0)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from serve_spec.core.draft import PLAIN, DraftShape
+from serve_spec.core.grammar import Grammar
 from serve_spec.core.plan import ScheduledBatch, ScheduledRequest
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build
@@ -22,7 +23,13 @@ from serve_spec.worker.graphs import (
     mixed_token_counts,
     token_counts,
 )
-from tests.helpers.engines import llm_maker, make_pair, policy_with_small_trees, switch_every_round
+from tests.helpers.engines import (
+    llm_maker,
+    make_pair,
+    policy_with_small_trees,
+    switch_every_round,
+    texts,
+)
 
 TREES = [DraftShape(4, 12, 3), DraftShape(2, 4, 3)]
 
@@ -185,6 +192,45 @@ def test_steps_that_compute_prompts_run_captured_up_to_a_number_of_tokens(llm):
         largest = stage.sizes[-1]
         assert largest.tokens <= MAX_CAPTURED_PROMPT_TOKENS
         assert (largest.requests, largest.chunks) == (8, 8)
+
+
+def test_without_drafts_one_verification_more_is_captured_for_grammar_drafts(llm):
+    """With drafts the deepest chain serves them."""
+
+    def forced(depth, num_requests):
+        usual = plan(DraftShape.chain(depth), num_requests)
+        reqs = [r._replace(draft_ids=(5,) * depth, from_grammar=True) for r in usual.requests]
+        return replace(usual, requests=tuple(reqs), shape=PLAIN)
+
+    found, limits = captured(llm, chains(0)), llm.engine.worker.grammar_limits
+    assert found.grammar is not None
+    for depth in range(1, limits.steps + 1):
+        assert found.of(forced(depth, 3)).verify is found.grammar.verify
+    assert found.of(plan(PLAIN, 3)).verify is found.states[PLAIN].verify
+    assert found.grammar.verify.sizes[-1].tokens == limits.tokens
+    assert limits.steps_with_prompts == 0, "those steps have tiles for one token"
+    found, limits = captured(llm, chains(0, 3)), llm.engine.worker.grammar_limits
+    assert found.grammar is None
+    assert limits == (3, 3, None)
+    assert found.of(forced(2, 3)).verify is found.states[DraftShape.chain(3)].verify
+
+
+def test_an_engine_without_drafts_that_captures_drafts_forced_text_and_keeps_texts(pair):
+    llm = llm_maker(pair, "cpu")("NONE", 0, max_num_seqs=8)
+    grammar = Grammar.regex("(a|b)second(c|d)third[xyz]{2}")
+    params = [SamplingParams(temperature=0.8, seed=i, grammar=grammar) for i in range(6)]
+    prompts = [[1, 2, 3, 4 + i] * (1 + i) for i in range(6)]
+    exact = llm.generate(prompts, params)
+    captured(llm, chains(0))
+    scheduler, limits = llm.engine.scheduler, llm.engine.worker.grammar_limits
+    scheduler.drafts = replace(scheduler.drafts, grammar_limits=limits)
+    recorder = llm.engine.worker.recorder
+    before = recorder.num_captured
+    found = llm.generate(prompts, params)
+    assert texts(found) == texts(exact)
+    assert recorder.num_captured == before
+    for outputs in (exact, found):
+        assert all(output.speculation.num_grammar_tokens >= 5 for output in outputs)
 
 
 def test_shapes_of_similar_width_share_their_verification(llm):
