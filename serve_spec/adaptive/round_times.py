@@ -26,13 +26,6 @@ def work_of(record: StepRecord, max_steps: int) -> Work | None:
     return Work(size, context, sampled, shape, drafts, prompts, pairs, record.num_extend_tokens)
 
 
-def _is_plain(record: StepRecord) -> bool | None:
-    """Return whether a round did not draft; None if it had grammar drafts alone."""
-    if record.num_grammar_drafts == record.num_planned_drafts > 0:
-        return None
-    return record.is_plain
-
-
 class RoundTimes:
     """Tells costs and guards the times of rounds.
 
@@ -45,7 +38,7 @@ class RoundTimes:
 
     def learn(self, records: Sequence[StepRecord], works: Sequence[Work | None]) -> None:
         """Learn from some rounds. works: what each computed; None: it does not count."""
-        alike: dict[tuple[Work, bool | None], list[tuple[float, float, float]]] = defaultdict(list)
+        alike: dict[tuple[Work, bool], list[tuple[float, float, float]]] = defaultdict(list)
         for record, work in zip(records, works, strict=True):
             guard = self._guards.of(bucket(record.num_planned_seqs))
             guard.rounds_left = max(0, guard.rounds_left - 1)
@@ -54,7 +47,7 @@ class RoundTimes:
             if work.shape != PLAIN and 2 * record.num_drafting < work.size:
                 continue  # a trial: fewer drafts are made than in a batch that drafts
             if self._costs.is_usual(work):
-                key = work._replace(context=0.0, entries=0), _is_plain(record)
+                key = work._replace(context=0.0, entries=0), record.is_plain
                 tokens = sum(record.accept_lengths) / record.batch_size
                 alike[key].append((record.step_ms, work.context, tokens))
             else:
@@ -63,7 +56,7 @@ class RoundTimes:
             self._learn_alike(work, is_plain, rounds)
 
     def _learn_alike(
-        self, work: Work, is_plain: bool | None, rounds: Sequence[tuple[float, float, float]]
+        self, work: Work, is_plain: bool, rounds: Sequence[tuple[float, float, float]]
     ) -> None:
         """Learn from rounds of equal work: ms, context and tokens per request of each."""
         times, contexts, tokens = zip(*rounds, strict=True)
@@ -74,5 +67,5 @@ class RoundTimes:
         units = ms / self._costs.table_ms(Work(*work[:3]))
         if is_plain:
             guard.observe_plain(units)
-        elif is_plain is not None:
+        else:
             guard.observe(fmean(tokens), units, num)

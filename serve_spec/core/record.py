@@ -158,8 +158,11 @@ class StepRecord:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the step neither drafted nor waited for drafts."""
-        return not (self.num_planned_drafts or self.was_postponed)
+        """Return whether the step neither drafted nor waited for drafts.
+
+        Grammar drafts, which all steps may have, do not count.
+        """
+        return not (self.num_draft_tokens or self.num_stale_drafts or self.was_postponed)
 
     @property
     def draft_ms(self) -> float:
