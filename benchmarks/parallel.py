@@ -245,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
     shape = read_shape(config.model.folder)
     for size in args.sizes:
         if size > 1:
-            store = store_server(LOOPBACK)
+            store = store_server()
             spawn(time_exchanges, args=(size, store.port, shape, args), nprocs=size)
     time_rounds(config, args)
     return 0
