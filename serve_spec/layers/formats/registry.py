@@ -42,3 +42,6 @@ def formats_of(config: Mapping[str, Any]) -> Formats | None:
         why = f"config.json: quantization_config.quant_method={method!r}: not supported"
         raise CheckpointError(f"{why}; use {known}the float32, bfloat16 or float16 checkpoint")
     return FORMATS.load(method)(settings)
+
+
+register_format("serve_spec.layers.formats.compressed_tensors:formats", "compressed-tensors")

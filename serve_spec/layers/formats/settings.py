@@ -1,0 +1,53 @@
+"""Reading `quantization_config`: refusals, and which modules its lists name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
+
+from serve_spec.core.errors import CheckpointError
+
+FLOATS_INSTEAD = "use the float32, bfloat16 or float16 checkpoint"
+"""What remains if a quantized checkpoint cannot be computed."""
+
+# What multimodal checkpoints have before the paths of the text model's modules.
+_WRAPPERS = ("language_model.", "model.language_model.")
+
+T = TypeVar("T", bound=Hashable)
+
+
+def refused(
+    key: str, value: object, why: str = "not supported", fix: str = FLOATS_INSTEAD
+) -> CheckpointError:
+    """Return the refusal of a key of `quantization_config`."""
+    return CheckpointError(f"config.json: quantization_config.{key}={value!r}: {why}; {fix}")
+
+
+def stored_paths(path: str) -> tuple[str, ...]:
+    """Return the names that a module of the text model may have in its checkpoint."""
+    first, second = _WRAPPERS
+    return path, first + path, second + path.removeprefix("model.")
+
+
+def is_inside(path: str, modules: Iterable[str]) -> bool:
+    """Return whether a module is one of `modules`, or lies in one of them.
+
+    A name without dots, such as `gate_proj`, stands for all modules of that name.
+    """
+    for name in modules:
+        for stored in stored_paths(path):
+            if stored == name or stored.startswith(f"{name}.") or stored.endswith(f".{name}"):
+                return True
+    return False
+
+
+def common(paths: Sequence[str], scheme_of: Callable[[str], T]) -> T:
+    """Return the scheme of the parts of one product; CheckpointError if they differ."""
+    first, *others = paths
+    scheme = scheme_of(first)
+    for other in others:
+        if scheme_of(other) != scheme:
+            why = f"{first} and {other} are one product, and their schemes differ"
+            fix = "quantize all its parts alike, or none"
+            raise CheckpointError(f"config.json: quantization_config: {why}; {fix}")
+    return scheme
