@@ -48,9 +48,11 @@ Destination: TypeAlias = Tensor | Shard
 def dtypes_taken(destination: Tensor) -> tuple[torch.dtype, ...]:
     """Return the dtypes of checkpoint tensors that may fill `destination`.
 
-    One of `FLOATS` takes them all; every other dtype takes only itself.
+    One of `FLOATS` takes them all, and powers of two, which are scales; every other dtype takes
+    only itself.
     """
-    return FLOATS if destination.dtype in FLOATS else (destination.dtype,)
+    is_float = destination.dtype in FLOATS
+    return (*FLOATS, torch.float8_e8m0fnu) if is_float else (destination.dtype,)
 
 
 @dataclass(frozen=True)

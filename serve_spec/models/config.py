@@ -39,13 +39,25 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+_MODELOPT = "hf_quant_config.json"
+
+
 def read_config(folder: Path | str) -> dict[str, Any]:
-    """Return a checkpoint's `config.json`, with the stop tokens of `generation_config.json` too.
+    """Return a checkpoint's `config.json`, with what other files beside it add.
+
+    These are the stop tokens of `generation_config.json`, and a `quantization_config` that the
+    Model Optimizer wrote into `hf_quant_config.json`.
 
     Raises CheckpointError: a file is absent, unreadable or no JSON object.
     """
     folder = Path(folder)
     config = read_json(folder / "config.json")
+    quantized = folder / _MODELOPT
+    if quantized.exists() and not text_config(config).get("quantization_config"):
+        settings = read_json(quantized).get("quantization")
+        if not isinstance(settings, Mapping):
+            raise CheckpointError(f"{quantized}: quantization is missing; fetch it again")
+        config = {**config, "quantization_config": {"quant_method": "modelopt", **settings}}
     generation = folder / "generation_config.json"
     if not generation.exists():
         return config

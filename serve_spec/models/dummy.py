@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from serve_spec.layers.module import Destination
+from serve_spec.core.errors import CheckpointError
+from serve_spec.layers.module import FLOATS, Destination
 from serve_spec.models.weights import BuiltFile, Checkpoint
 
 
@@ -36,8 +37,15 @@ class _RandomFile(BuiltFile):
         return tensor
 
     def copy_into(self, name: str, destination: Tensor) -> None:
-        if destination.dim() == 1:
+        if destination.dim() == 1 or name.endswith(("_scale", "_scale_inv")):
             destination.fill_(0.0 if name.endswith("bias") else 1.0)
             return
+        if not destination.dtype.is_floating_point:
+            why = f"tensor {name} is of {destination.dtype}"
+            raise CheckpointError(f"load_format='dummy': {why}; use a checkpoint of floats or fp8")
+        eight_bits = destination.dtype not in FLOATS
+        floats = destination.to(torch.float32) if eight_bits else destination
         generator = torch.Generator(destination.device).manual_seed(zlib.crc32(name.encode()))
-        destination.normal_(0.0, destination.shape[1] ** -0.5, generator=generator)
+        floats.normal_(0.0, destination.shape[1] ** -0.5, generator=generator)
+        if eight_bits:
+            destination.copy_(floats)

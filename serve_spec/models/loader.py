@@ -100,8 +100,11 @@ def open_target(path: Path | str, load_format: str = "auto") -> TargetFile:
         return TargetFile(family, config, dummy_checkpoint(folder, empty.tensors()))
     checkpoint = (load_format == "auto" and open_gguf(folder)) or open_weights(folder, load_format)
     checkpoint.rename(family.renames(checkpoint.shapes))
+    if (formats := formats_of(config)) is not None:
+        checkpoint.rename(formats.renames(checkpoint.shapes))
     # A stored matrix wins over the flag: some exporters write both.
-    is_tied = bool(config.get("tie_word_embeddings")) and "lm_head.weight" not in checkpoint
+    has_head = any(name.startswith("lm_head.") for name in checkpoint.shapes)
+    is_tied = bool(config.get("tie_word_embeddings")) and not has_head
     return TargetFile(family, {**config, "tie_word_embeddings": is_tied}, checkpoint)
 
 

@@ -95,7 +95,10 @@ class Checkpoint:
     def check(
         self, destinations: Mapping[str, Destination], read_elsewhere: Collection[str] = ()
     ) -> None:
-        """Raise CheckpointError for a tensor that is missing, surplus or of another shape."""
+        """Raise CheckpointError for a tensor that is missing, surplus or of another kind.
+
+        Its kind is its shape, and its dtype unless the file finds that out by reading the tensor.
+        """
         shapes = self.shapes
         missing = [name for name in destinations if name not in shapes]
         if missing:
@@ -114,11 +117,15 @@ class Checkpoint:
                 "them: correct config.json, or use a supported architecture"
             )
         for name, destination in destinations.items():
-            if shapes[name] != tuple(destination.shape):
+            wanted = tuple(destination.shape)
+            # Exporters do not agree on the shape of one number.
+            if shapes[name] != wanted and (shapes[name], wanted) != ((), (1,)):
                 raise CheckpointError(
                     f"{self.directory}: tensor {name} is {list(shapes[name])}, expected "
-                    f"{list(destination.shape)}; correct config.json or fetch the right file"
+                    f"{list(wanted)}; correct config.json or fetch the right file"
                 )
+            file, stored = self._home(name)
+            file.check_dtype(stored, file.dtype(stored), _tensor_of(destination))
 
     def _home(self, name: str) -> tuple[TensorFile, str]:
         if name not in self._homes:
@@ -193,18 +200,26 @@ class TensorFile(Protocol):
         """Fill a part of a parameter, as `copy_into`."""
         shard.tensor.copy_(self._taken(name, shard.tensor)[shard.index])
 
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Return the dtype of a tensor, without reading it; None: not known."""
+        return None
+
+    def check_dtype(self, name: str, dtype: torch.dtype | None, destination: Tensor) -> None:
+        """Raise CheckpointError for a dtype that `destination` does not take; None is any."""
+        if dtype is None or dtype in dtypes_taken(destination):
+            return
+        fix = (
+            "quantised weights are not supported, use the float32, bfloat16 or float16 checkpoint"
+            if destination.dtype in FLOATS
+            else f"expected {destination.dtype}; correct config.json or fetch the right file"
+        )
+        raise CheckpointError(f"{self.path}: tensor {name} is of {dtype}; {fix}")
+
     def _taken(self, name: str, destination: Tensor) -> Tensor:
         """Return the tensor, of a dtype that `destination` takes."""
         tensor = self.read(name)
-        taken = dtypes_taken(destination)
-        if tensor.dtype in taken:
-            return tensor
-        fix = (
-            "quantised weights are not supported, use the float32, bfloat16 or float16 checkpoint"
-            if taken == FLOATS
-            else f"expected {destination.dtype}; correct config.json or fetch the right file"
-        )
-        raise CheckpointError(f"{self.path}: tensor {name} is of {tensor.dtype}; {fix}")
+        self.check_dtype(name, tensor.dtype, destination)
+        return tensor
 
 
 class BuiltFile(TensorFile):
@@ -225,9 +240,14 @@ class SafetensorsFile(TensorFile):
         try:
             self._file: Any = safe_open(path, framework="pt", device="cpu")
             names = self._file.keys()
-            self.shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in names}
+            slices = {name: self._file.get_slice(name) for name in names}
+            self.shapes = {name: tuple(each.get_shape()) for name, each in slices.items()}
+            self._dtypes = {name: _DTYPES.get(each.get_dtype()) for name, each in slices.items()}
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} is damaged or cut short ({error}); {_AGAIN}") from error
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        return self._dtypes[name]
 
     def read(self, name: str) -> Tensor:
         try:
@@ -260,11 +280,34 @@ class PickleFile(TensorFile):
         self._tensors: dict[str, Tensor] = content
         self.shapes = {name: tuple(tensor.shape) for name, tensor in content.items()}
 
+    def dtype(self, name: str) -> torch.dtype | None:
+        return self._tensors[name].dtype
+
     def read(self, name: str) -> Tensor:
         return self._tensors[name]
 
 
 _AGAIN = "fetch it again"
+# Dtypes by the names of safetensors.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def _tensor_of(destination: Destination) -> Tensor:
+    return destination.tensor if isinstance(destination, Shard) else destination
 
 
 def _shards(index_path: Path, kind: type[TensorFile]) -> list[TensorFile]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -135,6 +135,13 @@ class Formats:
         `model.layers.3.mlp.up_proj`, or `lm_head`.
         """
         raise NotImplementedError
+
+    def renames(self, stored: Iterable[str]) -> Mapping[str, str | None]:
+        """Return the names in `WeightFormat.tensors` of tensors that a checkpoint stores by others.
+
+        None: the tensor is left out. stored: the names of all tensors.
+        """
+        return {}
 
     def under(self, prefix: str) -> Formats:
         """Return the same formats for a module whose matrices' paths begin with `prefix`."""

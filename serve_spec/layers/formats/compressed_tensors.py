@@ -1,4 +1,4 @@
-"""Checkpoints of llm-compressor: groups of modules, each with a scheme.
+"""FP8 and INT8 of llm-compressor, which has a scheme for each group of modules.
 
 Source: github.com/vllm-project/compressed-tensors, `quant_config.py` and `quant_args.py`. Weights
 are multiplied by floats: schemes of activations say only which tensors a file holds.
@@ -15,13 +15,17 @@ from typing import Any, Literal, TypeAlias, get_args
 from serve_spec.core.registry import import_object
 from serve_spec.layers.formats.base import Formats, Matrix, WeightFormat
 from serve_spec.layers.formats.choices import PLAIN
-from serve_spec.layers.formats.settings import common, refused, stored_paths
+from serve_spec.layers.formats.settings import common, refused, stored_paths, strings
 
 Strategy: TypeAlias = Literal["tensor", "channel", "group", "block"]
 """What one scale belongs to: a matrix, a row, some columns of a row, or a block."""
 
+_EIGHT_BITS = "serve_spec.layers.formats.scaled:compressed_weight"
 # What makes a weight from `WeightArgs` and a `Matrix`, by `format`.
 _PLACES = {
+    "float-quantized": _EIGHT_BITS,
+    "int-quantized": _EIGHT_BITS,
+    "naive-quantized": _EIGHT_BITS,
     "pack-quantized": "serve_spec.layers.formats.packed_int4:packed_weight",
 }
 _REGEX = "re:"
@@ -66,14 +70,14 @@ class CompressedTensors(Formats):
         groups = settings.get("config_groups")
         if not isinstance(groups, Mapping) or not groups:
             raise refused("config_groups", groups, "names no group of modules")
-        self._ignored = _strings("ignore", settings.get("ignore") or [])
+        self._ignored = _patterns("ignore", settings.get("ignore") or [])
         self._schemes: dict[str, WeightArgs | None] = {}
         for name, group in groups.items():
             key = f"config_groups.{name}"
             if not isinstance(group, Mapping):
                 raise refused(key, group, "no scheme")
             args = _read_group(name, group, group.get("format") or settings.get("format"))
-            for target in _strings(f"{key}.targets", group.get("targets")):
+            for target in _patterns(f"{key}.targets", group.get("targets")):
                 if self._schemes.setdefault(target, args) != args:
                     raise refused(f"{key}.targets", target, "also the target of another group")
 
@@ -112,16 +116,16 @@ def _fits(entry: str, names: Sequence[str]) -> bool:
     return any(re.match(entry.removeprefix(_REGEX), name) for name in names)
 
 
-def _strings(key: str, value: object) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-        raise refused(key, value, "no list of names", "correct config.json or fetch it again")
-    for entry in value:
+def _patterns(key: str, value: object) -> list[str]:
+    """Return a list of names and `re:` patterns; raise CheckpointError if it is none."""
+    entries = strings(key, value)
+    for entry in entries:
         if entry.startswith(_REGEX):
             try:
                 re.compile(entry.removeprefix(_REGEX))
             except re.error as error:
                 raise refused(key, entry, f"no pattern ({error})", "correct it") from error
-    return value
+    return entries
 
 
 def _read_group(name: str, group: Mapping[str, Any], form: object) -> WeightArgs | None:

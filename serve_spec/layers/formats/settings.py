@@ -23,6 +23,13 @@ def refused(
     return CheckpointError(f"config.json: quantization_config.{key}={value!r}: {why}; {fix}")
 
 
+def strings(key: str, value: object) -> list[str]:
+    """Return the value of a key that has a list of names; raise CheckpointError if it is none."""
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+        raise refused(key, value, "no list of names", "correct config.json or fetch it again")
+    return value
+
+
 def stored_paths(path: str) -> tuple[str, ...]:
     """Return the names that a module of the text model may have in its checkpoint."""
     first, second = _WRAPPERS

@@ -11,6 +11,7 @@ from serve_spec.layers.formats.fp16 import Fp16Weight, fp16_works, lossless_expo
 from serve_spec.layers.formats.int8 import quantized_rows
 from serve_spec.layers.formats.onednn import OneDnnWeight, onednn_rows, onednn_works
 from serve_spec.layers.formats.plain import PlainWeight
+from serve_spec.layers.formats.scaled import ScaledWeight, Scales
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import tensor_defaults
 from serve_spec.models.loader import load_target
@@ -18,6 +19,7 @@ from serve_spec.models.weights import open_checkpoint
 from serve_spec.parallel.group import SINGLE
 from tests.helpers.checkpoints import make_target, read_checkpoint, write_checkpoint
 from tests.helpers.paged import PagedSequences
+from tests.helpers.quantized import fp8_blocks, fp8_matrix, fp8_rows, int8_rows
 from tests.helpers.ranks import on_ranks
 
 
@@ -192,22 +194,58 @@ def quantized(weight):
     return values, factors, values.float() * factors[:, None]
 
 
+def as_floats(weight):
+    return {"weight": weight}, weight
+
+
+def as_rows(weight):
+    values, factors, exact = quantized(weight)
+    return {"weight": values, "row_factors": factors}, exact
+
+
+def as_packed_columns(weight):
+    values, factors, exact = quantized(weight)
+    return {"packed": values.view(torch.int32).T.contiguous(), "row_factors": factors}, exact
+
+
+def scaled(pack, **scales):
+    """Return a format of eight bits, and how a matrix is stored in it."""
+
+    def stored(weight):
+        values, scale, exact = pack(weight)
+        inputs = {"input_scale": torch.tensor(2.0)} if "inputs" in scales else {}
+        return {"weight": values, "weight_scale": scale, **inputs}, exact
+
+    return lambda matrix: ScaledWeight(matrix, Scales(**scales)), stored
+
+
+# Blocks of 3 rows and 5 columns end inside the shards of two ranks.
+KINDS = {
+    "floats": (PlainWeight, as_floats),
+    "rows": (RowScaled, as_rows),
+    "packed columns": (PackedColumns, as_packed_columns),
+    "fp8 rows": scaled(fp8_rows, per_row=True),
+    "fp8 matrix": scaled(fp8_matrix, inputs="input_scale"),
+    "fp8 blocks": scaled(lambda w: fp8_blocks(w, (2, 4)), block=(2, 4)),
+    "fp8 ragged blocks": scaled(lambda w: fp8_blocks(w, (3, 5)), block=(3, 5)),
+    "fp8 one block": scaled(fp8_blocks, block=(128, 128)),
+    "int8 rows": scaled(int8_rows, per_row=True, dtype=torch.int8),
+}
+
+
 @pytest.mark.parametrize("is_row_parallel", [False, True])
-@pytest.mark.parametrize("kind", [PlainWeight, RowScaled, PackedColumns])
-def test_ranks_of_any_format_give_the_product_of_the_whole_matrix(kind, is_row_parallel, tmp_path):
+@pytest.mark.parametrize("name", KINDS)
+def test_ranks_of_any_format_give_the_product_of_the_whole_matrix(name, is_row_parallel, tmp_path):
     """Stacked matrices with biases, stored by names, layouts and dtypes of the format's own."""
     num_in, parts = 16, {"left": 8, "right": 4}
+    kind, pack = KINDS[name]
     generator = torch.Generator().manual_seed(0)
     stored, weights, biases = {}, [], []
-    for name, rows in parts.items():
-        values, factors, weight = quantized(torch.randn(rows, num_in, generator=generator))
+    for part, rows in parts.items():
+        tensors, weight = pack(torch.randn(rows, num_in, generator=generator))
         bias = torch.randn(rows, generator=generator)
-        packed = values.view(torch.int32).T.contiguous()
-        stored |= {
-            PlainWeight: {f"{name}.weight": weight},
-            RowScaled: {f"{name}.weight": values, f"{name}.row_factors": factors},
-            PackedColumns: {f"{name}.packed": packed, f"{name}.row_factors": factors},
-        }[kind] | {f"{name}.bias": bias}
+        stored |= {f"{part}.{each}": tensor for each, tensor in tensors.items()}
+        stored[f"{part}.bias"] = bias
         weights.append(weight)
         biases.append(bias)
     write_checkpoint(tmp_path, {}, stored)

@@ -338,9 +338,9 @@ def test_stop_tokens_of_both_files_are_joined(tmp_path):
             "llama3",
             {
                 "text_config": target_config("qwen3", 64, 4, 288),
-                "quantization_config": {"quant_method": "fp8"},
+                "quantization_config": {"quant_method": "fp8", "fmt": "e5m2"},
             },
-            ["quant_method='fp8'"],
+            ["fmt='e5m2'"],
         ),
         ("qwen3", {"layer_types": ["linear_attention"] * 4}, ["layer_types", "linear_attention"]),
     ],
