@@ -43,21 +43,12 @@ _MODELOPT = "hf_quant_config.json"
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:
-    """Return a checkpoint's `config.json`, with what other files beside it add.
-
-    These are the stop tokens of `generation_config.json`, and a `quantization_config` that the
-    Model Optimizer wrote into `hf_quant_config.json`.
+    """Return `read_settings`, with the stop tokens of `generation_config.json` too.
 
     Raises CheckpointError: a file is absent, unreadable or no JSON object.
     """
     folder = Path(folder)
-    config = read_json(folder / "config.json")
-    quantized = folder / _MODELOPT
-    if quantized.exists() and not text_config(config).get("quantization_config"):
-        settings = read_json(quantized).get("quantization")
-        if not isinstance(settings, Mapping):
-            raise CheckpointError(f"{quantized}: quantization is missing; fetch it again")
-        config = {**config, "quantization_config": {"quant_method": "modelopt", **settings}}
+    config = read_settings(folder)
     generation = folder / "generation_config.json"
     if not generation.exists():
         return config
@@ -66,6 +57,20 @@ def read_config(folder: Path | str) -> dict[str, Any]:
     if isinstance(nested, Mapping):
         return {**config, "text_config": {**nested, "eos_token_id": ids}}
     return {**config, "eos_token_id": ids}
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's `config.json`, with the `quantization_config` of modelopt's own file.
+
+    Raises CheckpointError: as `read_config`.
+    """
+    config, file = read_json(folder / "config.json"), folder / _MODELOPT
+    if not file.exists() or text_config(config).get("quantization_config"):
+        return config
+    settings = read_json(file).get("quantization")
+    if not isinstance(settings, Mapping):
+        raise CheckpointError(f"{file}: quantization is missing; fetch it again")
+    return {**config, "quantization_config": {"quant_method": "modelopt", **settings}}
 
 
 def eos_token_ids(config: Config) -> tuple[int, ...]:

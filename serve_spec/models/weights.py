@@ -59,6 +59,14 @@ class Checkpoint:
         file, stored = self._home(name)
         return file.read(stored)
 
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Return the dtype of one tensor, without reading it; None: not known.
+
+        Raises CheckpointError: no such tensor.
+        """
+        file, stored = self._home(name)
+        return file.dtype(stored)
+
     def rename(self, new_names: Mapping[str, str | None]) -> None:
         """Rename tensors (None drops one); raise CheckpointError if two would share a name."""
         homes: dict[str, tuple[TensorFile, str]] = {}
@@ -124,7 +132,7 @@ class Checkpoint:
                     f"{self.directory}: tensor {name} is {list(shapes[name])}, expected "
                     f"{list(wanted)}; correct config.json or fetch the right file"
                 )
-            file, stored = self._home(name)
+            file, stored = self._homes[name]
             file.check_dtype(stored, file.dtype(stored), _tensor_of(destination))
 
     def _home(self, name: str) -> tuple[TensorFile, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from serve_spec.layers.formats.base import Formats, Matrix, WeightFormat
 from serve_spec.layers.formats.fp16 import Fp16Weight
@@ -22,6 +22,28 @@ class PlainFormats(Formats):
 
 
 PLAIN = PlainFormats()
+
+
+class StoredFormats(Formats):
+    """The formats of a file in which modules have other paths than in the model that reads it.
+
+    stored: the path in the file, by that in the model. floats: paths in the model of those that
+    are stored as floats, whatever the formats say: lists of skipped modules are often incomplete
+    for the layers that draft.
+    """
+
+    def __init__(
+        self, formats: Formats, stored: Mapping[str, str], floats: Collection[str]
+    ) -> None:
+        self._formats = formats
+        self._stored = stored
+        self._floats = floats
+
+    def of(self, paths: Sequence[str], matrix: Matrix) -> WeightFormat:
+        """See `Formats`."""
+        if all(path in self._floats for path in paths):
+            return PLAIN.of(paths, matrix)
+        return self._formats.of([self._stored.get(path, path) for path in paths], matrix)
 
 
 class ConvertedFormats(Formats):

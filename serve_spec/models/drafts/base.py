@@ -191,7 +191,8 @@ class DraftFile:
 
     Tensors have the family's names: `layers.0.`, `fc`, `blocks.0.layers.0`. family: the name of its
     `DraftFamily`. evidence: what tells the family, by the stored names. exporter: who wrote it.
-    checkpoint: None with dummy weights, whose tensors follow from the config.
+    checkpoint: None with dummy weights, whose tensors follow from the config. formats: of its
+    matrices, if its config asks for some.
     """
 
     path: Path
@@ -200,6 +201,7 @@ class DraftFile:
     evidence: str = ""
     exporter: str = ""
     checkpoint: Checkpoint | None = None
+    formats: Formats | None = None
 
     @property
     def shapes(self) -> Shapes:

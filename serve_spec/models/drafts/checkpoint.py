@@ -14,7 +14,11 @@ from typing import Any
 
 from serve_spec.config.drafts import draft_models, method_of_speculators
 from serve_spec.core.errors import CheckpointError
-from serve_spec.models.config import check_supported, read_json
+from serve_spec.layers.formats.base import Formats
+from serve_spec.layers.formats.choices import StoredFormats
+from serve_spec.layers.formats.registry import formats_of
+from serve_spec.layers.module import FLOATS
+from serve_spec.models.config import check_supported, read_json, read_settings
 from serve_spec.models.drafts.base import (
     Config,
     DraftFamily,
@@ -60,7 +64,7 @@ def open_draft(
 
 def read_config(directory: Path) -> Config:
     """Return a draft's config with all keys at the top, or raise CheckpointError."""
-    config = read_json(directory / "config.json")
+    config = read_settings(directory)
     if isinstance(config.get("model"), dict):
         # Early vLLM conversions wrap the head's config: {"model_type": "eagle", "model": {...}}.
         config = {**config, **config["model"]}
@@ -109,6 +113,7 @@ def _recognised(directory: Path, config: Config, checkpoint: Checkpoint) -> Draf
     names = family.current_names(stored)
     told = ", ".join(old for name in evidence.names for old, new in names.items() if new == name)
     checkpoint.rename(names)
+    formats = _formats(config, names, checkpoint)
     return DraftFile(
         directory,
         config,
@@ -116,7 +121,29 @@ def _recognised(directory: Path, config: Config, checkpoint: Checkpoint) -> Draf
         evidence=told + evidence.reason,
         exporter=_exporter(family, config, stored),
         checkpoint=checkpoint,
+        formats=formats,
     )
+
+
+def _formats(
+    config: Config, names: Mapping[str, str | None], checkpoint: Checkpoint
+) -> Formats | None:
+    """Return the formats that a config asks for, which name modules as the file does.
+
+    names: the family's name of each stored tensor, which the checkpoint has now.
+    """
+    formats = formats_of(config)
+    if formats is None:
+        return None
+    modules = {_module(new): _module(old) for old, new in names.items() if new is not None}
+    checkpoint.rename(formats.renames(checkpoint.shapes))
+    weights = (name for name in checkpoint.shapes if name.endswith(".weight"))
+    floats = {_module(name) for name in weights if checkpoint.dtype(name) in FLOATS}
+    return StoredFormats(formats, modules, floats)
+
+
+def _module(tensor: str) -> str:
+    return tensor.rpartition(".")[0]
 
 
 def recognise(config: Config, stored: Shapes) -> tuple[DraftFamily, Evidence]:

@@ -37,16 +37,20 @@ def load_draft(
 ) -> Draft:
     """Load the draft in `path` for `target`, on its device and in `dtype` (None: its own).
 
-    weights: formats of its own matrices, by their names in the file, or the name of one for all.
-    Those that it shares with the target stay the target's. algorithm: that of a `DraftFamily`; must
-    agree with the files. Raises ValueError for an unknown algorithm or products that this machine
-    lacks, CheckpointError for files that cannot be used.
+    weights: formats of its own matrices, by their names in the file, or the name of one for all,
+    unless the file is quantized. Those that it shares with the target stay the target's. algorithm:
+    that of a `DraftFamily`; must agree with the files. Raises ValueError for an unknown algorithm,
+    or products that this machine lacks, CheckpointError for files that cannot be used.
     """
     family = load_family(algorithm)
     theirs = target.embed_tokens.weight
     formats = weights if isinstance(weights, Formats) else draft_formats(weights, theirs.device)
-    options = replace(options or DraftOptions(), dtype=dtype or theirs.dtype, formats=formats)
-    head = family.load(open_draft(path, algorithm, options.load_format), target, options)
+    options = options or DraftOptions()
+    file = open_draft(path, algorithm, options.load_format)
+    if file.formats is not None and not isinstance(weights, Formats):
+        formats = file.formats
+    options = replace(options, dtype=dtype or theirs.dtype, formats=formats)
+    head = family.load(file, target, options)
     _log.info("%s draft %s: %s", algorithm, path, head.sizes)
     if weights in ("int8", "int4") and isinstance(formats, ConvertedFormats):
         _log_conversion(path, weights, formats)
@@ -61,6 +65,7 @@ def check_draft(path: Path | str, target: Target, algorithm: str, options: Draft
     target: on the meta device.
     """
     file = open_draft(path, algorithm, options.load_format)
+    options = replace(options, formats=file.formats or options.formats)
     return load_family(algorithm).check(file, target, options)
 
 

@@ -59,7 +59,7 @@ class StandaloneFamily(DraftFamily):
                 target.max_model_len,
                 options.split_over(target, divides(file.path, target.parallel.size)),
                 load_format=options.load_format,
-                formats=options.formats,
+                formats=None if options.formats is file.formats else options.formats,
             )
         model.spec = replace(model.spec, num_ids=num_ids)
         return Standalone(model, target.spec.vocab_size)
