@@ -37,13 +37,17 @@ def small_linear(
     if tiles.columns >= in_features:
         multiply(x, weight, scale, bias, out, tiles)
         return out
-    sums = small_partials(x, weight, scale)
-    _sum_kernel[(triton.cdiv(out.numel(), _SUM_BLOCK),)](
-        sums, bias, out, out.numel(), out.shape[1],
-        SPLITS=len(sums), BLOCK=_SUM_BLOCK,
-        num_warps=4, **dependent_launch(x.device),
-    )  # fmt: skip
+    sum_splits(small_partials(x, weight, scale), bias, out)
     return out
+
+
+def sum_splits(partials: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """See `linear.sum_splits`."""
+    _sum_kernel[(triton.cdiv(out.numel(), _SUM_BLOCK),)](
+        partials, bias, out, out.numel(), out.shape[1],
+        SPLITS=len(partials), BLOCK=_SUM_BLOCK,
+        num_warps=4, **dependent_launch(out.device),
+    )  # fmt: skip
 
 
 def small_partials(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
