@@ -44,7 +44,7 @@ def load_target(
     formats: of its matrices, by their names in the checkpoint; None: those of its config.
     """
     file = open_target(path, load_format)
-    file.check(max_model_len)
+    file.check(max_model_len, parallel)
     with tensor_defaults(dtype, device):
         model = file.family.build(file.config, max_model_len, parallel, formats or file.formats)
     file.checkpoint.load_into(model.tensors())
@@ -62,16 +62,17 @@ class TargetFile:
     config: Config
     checkpoint: Checkpoint
 
-    def check(self, max_model_len: int | None = None) -> None:
+    def check(self, max_model_len: int | None = None, parallel: TensorParallel = SINGLE) -> None:
         """Raise CheckpointError if config.json claims more than the files hold, or is too long.
 
-        Nothing is allocated. max_model_len: the longest text; None: the config's.
+        Also if a format cannot be cut for the ranks. Nothing is allocated. max_model_len: the
+        longest text; None: the config's.
         """
         directory = self.checkpoint.directory
         if formats_of(self.config) is None:
             self.family.check(self.config, self.checkpoint.shapes, directory)
         else:
-            self.checkpoint.check(self.skeleton().tensors())
+            self.checkpoint.check(self.skeleton(parallel).tensors())
         longest = self.family.spec(self.config).max_position_embeddings
         if max_model_len is None and longest > MAX_POSITIONS:
             why = f"max_position_embeddings={longest}: more than {MAX_POSITIONS}"
@@ -82,10 +83,10 @@ class TargetFile:
         """Return the formats of the matrices that the config asks for."""
         return formats_of(self.config) or PLAIN
 
-    def skeleton(self) -> Target:
+    def skeleton(self, parallel: TensorParallel = SINGLE) -> Target:
         """Return the target without memory, on the meta device."""
         with tensor_defaults(torch.float32, "meta"):
-            return self.family.build(self.config, max_model_len=1, formats=self.formats)
+            return self.family.build(self.config, 1, parallel, self.formats)
 
 
 def open_target(path: Path | str, load_format: str = "auto") -> TargetFile:

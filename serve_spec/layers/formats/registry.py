@@ -47,3 +47,5 @@ def formats_of(config: Mapping[str, Any]) -> Formats | None:
 register_format("serve_spec.layers.formats.compressed_tensors:formats", "compressed-tensors")
 register_format("serve_spec.layers.formats.fp8:formats", "fp8")
 register_format("serve_spec.layers.formats.modelopt:formats", "modelopt")
+register_format("serve_spec.layers.formats.awq:formats", "awq")
+register_format("serve_spec.layers.formats.gptq:formats", "gptq")

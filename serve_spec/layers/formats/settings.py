@@ -39,13 +39,10 @@ def stored_paths(path: str) -> tuple[str, ...]:
 def is_inside(path: str, modules: Iterable[str]) -> bool:
     """Return whether a module is one of `modules`, or lies in one of them.
 
-    A name without dots, such as `gate_proj`, stands for all modules of that name.
+    A part of a path, such as `gate_proj` or `mlp`, stands for all modules of that name.
     """
-    for name in modules:
-        for stored in stored_paths(path):
-            if stored == name or stored.startswith(f"{name}.") or stored.endswith(f".{name}"):
-                return True
-    return False
+    stored = [f".{each}." for each in stored_paths(path)]
+    return any(f".{name}." in each for name in modules for each in stored)
 
 
 def common(paths: Sequence[str], scheme_of: Callable[[str], T]) -> T:

@@ -1,16 +1,22 @@
 """Formats of weights: what a layer multiplies by is what was loaded."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.formats import scaled as scaled_format
+from serve_spec.layers.formats.awq import AwqWeight
 from serve_spec.layers.formats.base import Formats, WeightFormat
 from serve_spec.layers.formats.choices import PLAIN
 from serve_spec.layers.formats.fp16 import Fp16Weight, fp16_works, lossless_exponent
+from serve_spec.layers.formats.gptq import GptqWeight
+from serve_spec.layers.formats.grouped_int4 import Groups
 from serve_spec.layers.formats.int8 import quantized_rows
 from serve_spec.layers.formats.onednn import OneDnnWeight, onednn_rows, onednn_works
+from serve_spec.layers.formats.packed_int4 import PackQuantizedWeight
 from serve_spec.layers.formats.plain import PlainWeight
 from serve_spec.layers.formats.scaled import ScaledWeight, Scales
 from serve_spec.layers.linear import Linear
@@ -19,6 +25,7 @@ from serve_spec.models.loader import load_target
 from serve_spec.models.weights import open_checkpoint
 from serve_spec.parallel.group import SINGLE
 from tests.helpers.checkpoints import make_target, read_checkpoint, write_checkpoint
+from tests.helpers.packed import pack_awq, pack_compressed, pack_gptq
 from tests.helpers.paged import PagedSequences
 from tests.helpers.quantized import fp8_blocks, fp8_matrix, fp8_rows, int8_rows
 from tests.helpers.ranks import on_ranks
@@ -220,6 +227,11 @@ def scaled(pack, **scales):
     return lambda matrix: ScaledWeight(matrix, Scales(**scales)), stored
 
 
+def int4(kind, pack, **keywords):
+    """Return a format of four bits, and how a matrix is stored in it."""
+    return kind, partial(pack, **keywords)
+
+
 # Blocks of 3 rows and 5 columns end inside the shards of two ranks.
 KINDS = {
     "floats": (PlainWeight, as_floats),
@@ -231,6 +243,15 @@ KINDS = {
     "fp8 ragged blocks": scaled(lambda w: fp8_blocks(w, (3, 5)), block=(3, 5)),
     "fp8 one block": scaled(fp8_blocks, block=(128, 128)),
     "int8 rows": scaled(int8_rows, per_row=True, dtype=torch.int8),
+    "awq": int4(lambda m: AwqWeight(m, Groups(16)), pack_awq, size=16),
+    "gptq": int4(lambda m: GptqWeight(m, Groups(16), 1), pack_gptq, size=16, symmetric=False),
+    "gptq one group": int4(lambda m: GptqWeight(m, Groups(None), 1), pack_gptq, size=-1),
+    "packed int4": int4(
+        lambda m: PackQuantizedWeight(m, Groups(16), has_zeros=True, has_order=False),
+        pack_compressed,
+        size=16,
+        symmetric=False,
+    ),
 }
 
 
@@ -245,7 +266,7 @@ def test_ranks_of_any_format_give_the_product_of_the_whole_matrix(
 ):
     """Stacked matrices with biases, stored by names, layouts and dtypes of the format's own."""
     monkeypatch.setattr(scaled_format, "fits_kernel", lambda *_: "resident" in name)
-    num_in, parts = 16, {"left": 8, "right": 4}
+    num_in, parts = 32, {"left": 32, "right": 16}
     kind, pack = KINDS[name]
     generator = torch.Generator().manual_seed(0)
     stored, weights, biases = {}, [], []
@@ -285,7 +306,7 @@ def test_ranks_of_any_format_give_the_product_of_the_whole_matrix(
     if is_row_parallel:
         torch.testing.assert_close(sum(outs), torch.cat(expected, dim=1))
     else:
-        halves = [out.split([4, 2], dim=1) for out in outs]
+        halves = [out.split([16, 8], dim=1) for out in outs]
         for whole, both in zip(expected, zip(*halves, strict=True), strict=True):
             torch.testing.assert_close(torch.cat(both, dim=1), whole)
 

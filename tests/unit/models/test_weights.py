@@ -319,7 +319,7 @@ def test_stop_tokens_of_both_files_are_joined(tmp_path):
         ("llama3", {"hidden_size": None}, ["hidden_size", "missing"]),
         ("llama3", {"vocab_size": "many"}, ["vocab_size", "many"]),
         ("llama3", {"head_dim": 15}, ["head_dim=15"]),
-        ("llama3", {"quantization_config": {"quant_method": "gptq"}}, ["gptq", "bfloat16"]),
+        ("llama3", {"quantization_config": {"quant_method": "exl2"}}, ["exl2", "bfloat16"]),
         (
             "qwen3",
             {

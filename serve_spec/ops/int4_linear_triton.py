@@ -1,0 +1,92 @@
+"""Products of few rows with integers of four bits, which go through registers once.
+
+As in `linear_triton` a block of weight rows is the wide operand, large sums are split over several
+programs by the shape alone, and their partial sums are added in a fixed order: a row has the same
+bits in a batch of any size.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from serve_spec.ops.dispatch import dependent_launch
+from serve_spec.ops.dispatch_triton import wait_for_previous
+from serve_spec.ops.int4_linear import PLANE, TILE
+from serve_spec.ops.linear import choose_tiles
+from serve_spec.ops.linear_triton import sum_splits
+
+_OUTPUTS = 64
+# The fewest rows of x that the tensor cores take.
+_FEWEST_ROWS = 16
+
+
+def small_int4_linear(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zeros: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """See `int4_linear.small_int4_linear`. Rows of x may be strided, their elements not."""
+    sums = small_int4_partials(x, codes, scale, zeros)
+    out = x.new_empty(sums.shape[1:], dtype=out_dtype or x.dtype)
+    sum_splits(sums, bias, out)
+    return out
+
+
+def small_int4_partials(x: Tensor, codes: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
+    """See `int4_linear.small_int4_partials`. Rows of x may be strided, their elements not."""
+    (num_rows, in_features), (num_groups, num_outputs) = x.shape, scale.shape
+    columns = choose_tiles(num_outputs, in_features, num_rows).columns
+    splits = triton.cdiv(in_features, columns)
+    partials = x.new_empty(splits, num_rows, num_outputs, dtype=torch.float32)
+    _kernel[(triton.cdiv(num_outputs, _OUTPUTS), splits)](
+        x, codes, scale, zeros, partials,
+        num_rows, num_outputs, in_features, x.stride(0), codes.stride(0),
+        GROUP=in_features // num_groups, COLUMNS=columns, OUTPUTS=_OUTPUTS,
+        ROWS=max(_FEWEST_ROWS, triton.next_power_of_2(num_rows)), PLANE=PLANE, TILE=TILE,
+        num_warps=4, num_stages=4, **dependent_launch(x.device),
+    )  # fmt: skip
+    return partials
+
+
+@triton.jit
+def _kernel(
+    x, codes, scale, zeros, partials,
+    num_rows, num_outputs, in_features, x_stride, codes_stride,
+    GROUP: tl.constexpr, COLUMNS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
+    PLANE: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """partials[split] = x · Wᵀ over the split's columns."""
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    split = tl.program_id(1)
+    rows, within = tl.arange(0, ROWS), tl.arange(0, PLANE)
+    is_output, is_row = outputs < num_outputs, rows < num_rows
+    row_words = codes + outputs.to(tl.int64)[:, None] * codes_stride + within[None, :]
+    x_rows = x + rows.to(tl.int64)[None, :] * x_stride + within[:, None]
+    wait_for_previous(DEPENDENT)
+    total = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
+    first = split * COLUMNS
+    for start in range(first, min(first + COLUMNS, in_features), TILE):
+        words = tl.load(row_words + start // TILE * PLANE, mask=is_output[:, None], other=0)
+        for plane in tl.static_range(TILE // PLANE):
+            column = start + plane * PLANE
+            # Past the last column x is 0.
+            is_inside = column < in_features
+            at = column // GROUP * num_outputs + outputs
+            of_group = is_output & is_inside
+            factor = tl.load(scale + at, mask=of_group, other=0.0).to(tl.float32)
+            zero = tl.load(zeros + at, mask=of_group, other=0).to(tl.int32)
+            steps = ((words >> 4 * plane) & 15) - zero[:, None]
+            numbers = (steps.to(tl.float32) * factor[:, None]).to(x.dtype.element_ty)
+            is_number = is_row[None, :] & (column + within < in_features)[:, None]
+            inputs = tl.load(x_rows + column, mask=is_number, other=0.0)
+            total = tl.dot(numbers, inputs, total)
+    place = (split.to(tl.int64) * num_rows + rows[None, :]) * num_outputs + outputs[:, None]
+    tl.store(partials + place, total, mask=is_output[:, None] & is_row[None, :])

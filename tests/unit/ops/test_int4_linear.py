@@ -1,0 +1,90 @@
+"""Products with integers of four bits: the kernels against the reference."""
+
+import pytest
+import torch
+
+from tests.helpers.memory import poisoned_memory
+from tests.helpers.triton import DEVICE, reference, relative_error
+
+from serve_spec.ops import int4_linear, int4_linear_triton  # isort: skip
+from serve_spec.ops.int4_linear import dequantized, packed_codes  # isort: skip
+from serve_spec.ops.linear import sum_partials  # isort: skip
+
+plain = reference(int4_linear)
+
+TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
+# (rows, outputs, in, columns of a group): tails of each, groups of less and more than a tile.
+SHAPES = [
+    (1, 64, 128, 32),
+    (3, 40, 304, 16),
+    (17, 33, 1088, 64),
+    (40, 130, 384, 128),
+    (5, 70, 200, 200),
+    (2, 48, 1024, 256),
+]
+
+
+def weight(num_outputs, in_features, group, dtype=torch.float16):
+    """Return codes, scale and zeros of a random matrix, and the matrix."""
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(16, (num_outputs, in_features), generator=generator)
+    sizes = in_features // group, num_outputs
+    zeros = torch.randint(17, sizes, generator=generator)
+    scale = torch.rand(sizes, generator=generator).to(dtype)
+    each = torch.arange(in_features) // group
+    exact = (codes - zeros.T[:, each]) * scale.float().T[:, each]
+    packed = packed_codes(codes.to(torch.uint8))
+    on_device = (tensor.to(DEVICE) for tensor in (packed, scale, zeros.to(torch.uint8)))
+    return (*on_device, exact.to(DEVICE))
+
+
+def inputs(num_rows, in_features, dtype):
+    generator = torch.Generator().manual_seed(0)
+    # Every other half of longer rows.
+    x = torch.randn(num_rows, 2 * in_features, generator=generator).to(DEVICE, dtype)
+    return x[:, :in_features]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("num_rows", "num_outputs", "in_features", "group"), SHAPES)
+def test_the_kernels_follow_the_reference(num_rows, num_outputs, in_features, group, dtype):
+    *stored, exact = weight(num_outputs, in_features, group)
+    assert torch.equal(dequantized(*stored, in_features, torch.float32), exact)
+    x = inputs(num_rows, in_features, dtype)
+    for bias in (None, inputs(1, num_outputs, dtype)[0]):
+        with poisoned_memory():
+            found = int4_linear_triton.small_int4_linear(x, *stored, bias)
+        expected = plain.small_int4_linear(x, *stored, bias)
+        assert found.dtype == dtype
+        assert relative_error(found, expected) < TOLERANCE[dtype]
+    with poisoned_memory():
+        wide = int4_linear_triton.small_int4_linear(x, *stored, None, torch.float32)
+        partials = int4_linear_triton.small_int4_partials(x, *stored)
+    assert torch.equal(sum_partials(partials, wide), wide)
+    rounded = exact.to(dtype).float()
+    assert relative_error(wide, x.float() @ rounded.T) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_row_has_the_same_bits_alone_and_among_others(dtype):
+    """Of a sum that several programs share."""
+    *stored, _ = weight(64, 2048, 128)
+    x = inputs(33, 2048, dtype)
+    among = int4_linear_triton.small_int4_linear(x, *stored)
+    for count in (1, 2, 16, 17):
+        assert torch.equal(int4_linear_triton.small_int4_linear(x[:count], *stored), among[:count])
+    assert len(int4_linear_triton.small_int4_partials(x[:1], *stored)) > 1
+
+
+@pytest.mark.parametrize("num_rows", [4, 128, 129, 700])
+def test_products_of_many_rows_dequantize_first(num_rows):
+    *stored, exact = weight(320, 512, 64)
+    x = inputs(num_rows, 512, torch.bfloat16)
+    bias = inputs(1, 320, torch.bfloat16)[0]
+    found = int4_linear.int4_linear(x, *stored, bias)
+    expected = x.float() @ exact.bfloat16().float().T + bias.float()
+    assert relative_error(found, expected) < TOLERANCE[torch.bfloat16]
+    partials = int4_linear.int4_partials(x, *stored)
+    assert (
+        relative_error(sum_partials(partials, x.new_empty(num_rows, 320)), expected - bias) < 4e-3
+    )
