@@ -1,8 +1,12 @@
 """Checkpoints of floats, packed in four bits as exporters of each kind do."""
 
+import json
+from shutil import copy
+
 import torch
 
-from tests.helpers.checkpoints import read_checkpoint, write_checkpoint
+from serve_spec.models.weights import open_checkpoint
+from tests.helpers.checkpoints import write_checkpoint
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -141,11 +145,16 @@ def repack(source, folder, name, skipped=(), **settings):
 
     settings: replace keys of `quantization_config`.
     """
-    config, tensors = read_checkpoint(source)
+    config, file = json.loads((source / "config.json").read_text()), open_checkpoint(source)
+    tensors = {name: file.read(name) for name in file.shapes}
     stored, exact = pack(tensors, name, skipped)
     quantization = {**FORMATS[name][2], **settings}
-    packed = {**config, "quantization_config": quantization}
-    return (
-        write_checkpoint(folder / "packed", packed, stored),
+    settings = {**config, "quantization_config": quantization}
+    folders = (
+        write_checkpoint(folder / "packed", settings, stored),
         write_checkpoint(folder / "floats", config, exact),
     )
+    for tokenizer in source.glob("tokenizer*"):
+        for each in folders:
+            copy(tokenizer, each)
+    return folders

@@ -1,10 +1,13 @@
 """Checkpoints with weights in four bits: AWQ, GPTQ and compressed-tensors."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import serve_spec
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.formats.base import Matrix
 from serve_spec.layers.formats.grouped_int4 import Groups, PackedInt4, nibbles
@@ -19,6 +22,7 @@ from tests.helpers.checkpoints import make_target, read_checkpoint, write_checkp
 from tests.helpers.paged import PagedSequences
 from tests.helpers.ranks import on_ranks
 
+TINY = Path(serve_spec.__file__).parent / "assets" / "tiny" / "target"
 IDS = torch.arange(40) * 7 % 251
 SIZES = {"layers": 2, "hidden": 128, "num_key_value_heads": 4}
 
@@ -40,6 +44,14 @@ def test_a_packed_checkpoint_gives_the_log_probabilities_of_the_floats_it_stands
     expected = logprobs(floats)
     torch.testing.assert_close(logprobs(stored), expected, rtol=0, atol=1e-4)
     assert not torch.allclose(expected, logprobs(source), rtol=0, atol=1e-2), "they are rounded"
+
+
+@pytest.mark.parametrize("name", packed.FORMATS)
+def test_the_shipped_target_in_four_bits_is_what_its_numbers_stand_for(tmp_path, name):
+    stored, floats = packed.repack(TINY, tmp_path, name)
+    expected = logprobs(floats)
+    torch.testing.assert_close(logprobs(stored), expected, rtol=0, atol=1e-4)
+    assert not torch.allclose(expected, logprobs(TINY), rtol=0, atol=1e-2), "they are rounded"
 
 
 @pytest.mark.parametrize("name", [name for name in packed.FORMATS if name not in packed.ORDERED])
