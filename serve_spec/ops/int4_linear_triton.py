@@ -21,8 +21,8 @@ from serve_spec.ops.linear import choose_tiles
 from serve_spec.ops.linear_triton import sum_splits
 
 _OUTPUTS = 64
-# The fewest rows of x that the tensor cores take.
-_FEWEST_ROWS = 16
+# Rows of x in a program: the fewest that the tensor cores take, and the most that registers hold.
+_FEWEST_ROWS, _MOST_ROWS = 16, 64
 
 
 def small_int4_linear(
@@ -46,18 +46,20 @@ def small_int4_partials(x: Tensor, codes: Tensor, scale: Tensor, zeros: Tensor) 
     columns = choose_tiles(num_outputs, in_features, num_rows).columns
     splits = triton.cdiv(in_features, columns)
     partials = x.new_empty(splits, num_rows, num_outputs, dtype=torch.float32)
-    _kernel[(triton.cdiv(num_outputs, _OUTPUTS), splits)](
+    rows = min(_MOST_ROWS, max(_FEWEST_ROWS, triton.next_power_of_2(num_rows)))
+    grid = triton.cdiv(num_outputs, _OUTPUTS), splits, triton.cdiv(num_rows, rows)
+    _int4_kernel[grid](
         x, codes, scale, zeros, partials,
         num_rows, num_outputs, in_features, x.stride(0), codes.stride(0),
         GROUP=in_features // num_groups, COLUMNS=columns, OUTPUTS=_OUTPUTS,
-        ROWS=max(_FEWEST_ROWS, triton.next_power_of_2(num_rows)), PLANE=PLANE, TILE=TILE,
+        ROWS=rows, PLANE=PLANE, TILE=TILE,
         num_warps=4, num_stages=4, **dependent_launch(x.device),
     )  # fmt: skip
     return partials
 
 
 @triton.jit
-def _kernel(
+def _int4_kernel(
     x, codes, scale, zeros, partials,
     num_rows, num_outputs, in_features, x_stride, codes_stride,
     GROUP: tl.constexpr, COLUMNS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
@@ -66,7 +68,7 @@ def _kernel(
     """partials[split] = x · Wᵀ over the split's columns."""
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     split = tl.program_id(1)
-    rows, within = tl.arange(0, ROWS), tl.arange(0, PLANE)
+    rows, within = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, PLANE)
     is_output, is_row = outputs < num_outputs, rows < num_rows
     row_words = codes + outputs.to(tl.int64)[:, None] * codes_stride + within[None, :]
     x_rows = x + rows.to(tl.int64)[None, :] * x_stride + within[:, None]

@@ -21,6 +21,7 @@ SHAPES = [
     (40, 130, 384, 128),
     (5, 70, 200, 200),
     (2, 48, 1024, 256),
+    (70, 20, 256, 64),
 ]
 
 
@@ -69,9 +70,9 @@ def test_the_kernels_follow_the_reference(num_rows, num_outputs, in_features, gr
 def test_a_row_has_the_same_bits_alone_and_among_others(dtype):
     """Of a sum that several programs share."""
     *stored, _ = weight(64, 2048, 128)
-    x = inputs(33, 2048, dtype)
+    x = inputs(70, 2048, dtype)
     among = int4_linear_triton.small_int4_linear(x, *stored)
-    for count in (1, 2, 16, 17):
+    for count in (1, 2, 16, 17, 33):
         assert torch.equal(int4_linear_triton.small_int4_linear(x[:count], *stored), among[:count])
     assert len(int4_linear_triton.small_int4_partials(x[:1], *stored)) > 1
 
