@@ -58,6 +58,58 @@ def small_int4_partials(x: Tensor, codes: Tensor, scale: Tensor, zeros: Tensor) 
     return partials
 
 
+def dequantized(
+    codes: Tensor, scale: Tensor, zeros: Tensor, num_columns: int, dtype: torch.dtype
+) -> Tensor:
+    """See `int4_linear.dequantized`."""
+    num_groups, num_outputs = scale.shape
+    weight = torch.empty(num_outputs, num_columns, dtype=dtype, device=codes.device)
+    _dequantize_kernel[(triton.cdiv(num_outputs, _OUTPUTS), triton.cdiv(num_columns, TILE))](
+        codes, scale, zeros, weight, num_outputs, num_columns, codes.stride(0),
+        GROUP=num_columns // num_groups, OUTPUTS=_OUTPUTS, PLANE=PLANE, TILE=TILE,
+        num_warps=4, **dependent_launch(codes.device),
+    )  # fmt: skip
+    return weight
+
+
+@triton.jit
+def _plane_numbers(
+    words, plane, column, scale, zeros, outputs, is_used, num_outputs, GROUP: tl.constexpr
+):
+    """Return what a plane of words [OUTPUTS, PLANE] stands for: float32, columns `column` on."""
+    at = column // GROUP * num_outputs + outputs
+    factor = tl.load(scale + at, mask=is_used, other=0.0).to(tl.float32)
+    zero = tl.load(zeros + at, mask=is_used, other=0).to(tl.int32)
+    steps = ((words >> 4 * plane) & 15) - zero[:, None]
+    return steps.to(tl.float32) * factor[:, None]
+
+
+@triton.jit
+def _dequantize_kernel(
+    codes, scale, zeros, weight, num_outputs, in_features, codes_stride,
+    GROUP: tl.constexpr, OUTPUTS: tl.constexpr, PLANE: tl.constexpr, TILE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """weight = the numbers of a block of rows and a tile of columns."""
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    tile, within = tl.program_id(1), tl.arange(0, PLANE)
+    is_output = outputs < num_outputs
+    wide = outputs.to(tl.int64)[:, None]
+    wait_for_previous(DEPENDENT)
+    places = codes + wide * codes_stride + tile * PLANE + within[None, :]
+    words = tl.load(places, mask=is_output[:, None], other=0)
+    for plane in tl.static_range(TILE // PLANE):
+        column = tile * TILE + plane * PLANE
+        is_used = is_output & (column < in_features)
+        numbers = _plane_numbers(
+            words, plane, column, scale, zeros, outputs, is_used, num_outputs, GROUP
+        )
+        columns = column + within[None, :]
+        is_number = is_output[:, None] & (columns < in_features)
+        place = weight + wide * in_features + columns
+        tl.store(place, numbers.to(weight.dtype.element_ty), mask=is_number)
+
+
 @triton.jit
 def _int4_kernel(
     x, codes, scale, zeros, partials,
@@ -79,16 +131,13 @@ def _int4_kernel(
         words = tl.load(row_words + start // TILE * PLANE, mask=is_output[:, None], other=0)
         for plane in tl.static_range(TILE // PLANE):
             column = start + plane * PLANE
-            # Past the last column x is 0.
-            is_inside = column < in_features
-            at = column // GROUP * num_outputs + outputs
-            of_group = is_output & is_inside
-            factor = tl.load(scale + at, mask=of_group, other=0.0).to(tl.float32)
-            zero = tl.load(zeros + at, mask=of_group, other=0).to(tl.int32)
-            steps = ((words >> 4 * plane) & 15) - zero[:, None]
-            numbers = (steps.to(tl.float32) * factor[:, None]).to(x.dtype.element_ty)
+            # Past the last column both are 0.
+            is_used = is_output & (column < in_features)
+            numbers = _plane_numbers(
+                words, plane, column, scale, zeros, outputs, is_used, num_outputs, GROUP
+            )
             is_number = is_row[None, :] & (column + within < in_features)[:, None]
             inputs = tl.load(x_rows + column, mask=is_number, other=0.0)
-            total = tl.dot(numbers, inputs, total)
+            total = tl.dot(numbers.to(x.dtype.element_ty), inputs, total)
     place = (split.to(tl.int64) * num_rows + rows[None, :]) * num_outputs + outputs[:, None]
     tl.store(partials + place, total, mask=is_output[:, None] & is_row[None, :])

@@ -212,7 +212,9 @@ def compile_int4_product(case, num_rows, num_outputs, group):
     scale = torch.zeros(4096 // group, num_outputs, dtype=torch.float16)
     codes = torch.zeros(num_outputs, 512, dtype=torch.int32)
     with recorded(int4_linear_triton, case):
-        int4_linear_triton.small_int4_partials(x, codes, scale, scale.to(torch.uint8))
+        zeros = scale.to(torch.uint8)
+        int4_linear_triton.small_int4_partials(x, codes, scale, zeros)
+        int4_linear_triton.dequantized(codes, scale, zeros, 4096, x.dtype)
 
 
 if __name__ == "__main__":
