@@ -60,6 +60,13 @@ left out. `serve-spec check-config --draft FOLDER` prints what was recognised.
 """
 _FORMATS = """\
 ## Weight formats
+
+Quantized weights are multiplied by activations of `dtype`; scales of static activations are read
+and not used. FP8 and INT8 stay in memory as they are on GPUs of compute capability 8.9, INT4 on all
+GPUs in bfloat16 or float16; elsewhere they become floats when they are loaded. INT4 with columns
+ordered by activations (`desc_act`, `actorder`) is for one GPU. Modules that the config leaves out
+are floats, and so are tied output matrices. A KV cache in FP8, FP4 and sparse formats are refused
+by name.
 """
 
 
@@ -268,15 +275,16 @@ def _layers_of_heads() -> list[str]:
 def _formats() -> Iterator[tuple[str, str, str]]:
     for name in _dtypes():
         yield f"`{name}`", "targets and drafts", "as stored, or cast by `dtype`"
-    for name in own_names(FORMATS):
-        module = FORMATS.place(name).partition(":")[0]
+    of_targets = {name: FORMATS.place(name).partition(":")[0] for name in own_names(FORMATS)}
+    for name, module in of_targets.items():
         yield f"`{name}`", "targets, by `quant_method`", _first_line(module).rstrip(".")
     key = "speculative_draft_model_quantization"
     folder = ROOT / "serve_spec" / "layers" / "formats"
     for name in get_args(SpeculativeConfig.model_fields[key].annotation):
         for path in folder.glob(f"{name}*.py"):
-            how = _first_line(f"serve_spec.layers.formats.{path.stem}").rstrip(".")
-            yield f"`{name}`", f"drafts, by `{key}`", how
+            module = f"serve_spec.layers.formats.{path.stem}"
+            if module not in of_targets.values():
+                yield f"`{name}`", f"drafts, by `{key}`", _first_line(module).rstrip(".")
 
 
 def _dtypes() -> tuple[str, ...]:

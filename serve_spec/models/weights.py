@@ -117,7 +117,7 @@ class Checkpoint:
             for name in shapes
             if name not in destinations
             and name not in read_elsewhere
-            and not _HARMLESS.search(name)
+            and not self._is_harmless(name)
         ]
         if surplus:
             raise CheckpointError(
@@ -134,6 +134,16 @@ class Checkpoint:
                 )
             file, stored = self._homes[name]
             file.check_dtype(stored, file.dtype(stored), _tensor_of(destination))
+
+    def _is_harmless(self, name: str) -> bool:
+        """Return whether a tensor without a place changes nothing.
+
+        Exporters of GPTQ write a bias for every matrix: 0 if the model has none there.
+        """
+        if _HARMLESS.search(name):
+            return True
+        module, _, last = name.rpartition(".")
+        return last == "bias" and f"{module}.qweight" in self and not bool(self.read(name).any())
 
     def _home(self, name: str) -> tuple[TensorFile, str]:
         if name not in self._homes:

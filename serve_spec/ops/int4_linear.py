@@ -87,6 +87,7 @@ def unpacked_codes(words: Tensor, num_columns: int) -> Tensor:
     return torch.stack([pairs & 15, pairs >> 4], dim=3).flatten(1)[:, :num_columns]
 
 
+@has_kernel
 def dequantized(
     codes: Tensor, scale: Tensor, zeros: Tensor, num_columns: int, dtype: torch.dtype
 ) -> Tensor:

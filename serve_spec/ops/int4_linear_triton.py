@@ -18,11 +18,11 @@ from serve_spec.ops.dispatch import dependent_launch
 from serve_spec.ops.dispatch_triton import wait_for_previous
 from serve_spec.ops.int4_linear import PLANE, TILE
 from serve_spec.ops.linear import choose_tiles
-from serve_spec.ops.linear_triton import SUM_BLOCK, sum_kernel
+from serve_spec.ops.linear_triton import sum_splits
 
 _OUTPUTS = 64
-# The fewest rows of x that the tensor cores take.
-_FEWEST_ROWS = 16
+# Rows of x in a program: the fewest that the tensor cores take, and the most that registers hold.
+_FEWEST_ROWS, _MOST_ROWS = 16, 64
 
 
 def small_int4_linear(
@@ -36,11 +36,7 @@ def small_int4_linear(
     """See `int4_linear.small_int4_linear`. Rows of x may be strided, their elements not."""
     sums = small_int4_partials(x, codes, scale, zeros)
     out = x.new_empty(sums.shape[1:], dtype=out_dtype or x.dtype)
-    sum_kernel[(triton.cdiv(out.numel(), SUM_BLOCK),)](
-        sums, bias, out, out.numel(), out.shape[1],
-        SPLITS=len(sums), BLOCK=SUM_BLOCK,
-        num_warps=4, **dependent_launch(x.device),
-    )  # fmt: skip
+    sum_splits(sums, bias, out)
     return out
 
 
@@ -50,18 +46,72 @@ def small_int4_partials(x: Tensor, codes: Tensor, scale: Tensor, zeros: Tensor) 
     columns = choose_tiles(num_outputs, in_features, num_rows).columns
     splits = triton.cdiv(in_features, columns)
     partials = x.new_empty(splits, num_rows, num_outputs, dtype=torch.float32)
-    _kernel[(triton.cdiv(num_outputs, _OUTPUTS), splits)](
+    rows = min(_MOST_ROWS, max(_FEWEST_ROWS, triton.next_power_of_2(num_rows)))
+    grid = triton.cdiv(num_outputs, _OUTPUTS), splits, triton.cdiv(num_rows, rows)
+    _int4_kernel[grid](
         x, codes, scale, zeros, partials,
         num_rows, num_outputs, in_features, x.stride(0), codes.stride(0),
         GROUP=in_features // num_groups, COLUMNS=columns, OUTPUTS=_OUTPUTS,
-        ROWS=max(_FEWEST_ROWS, triton.next_power_of_2(num_rows)), PLANE=PLANE, TILE=TILE,
+        ROWS=rows, PLANE=PLANE, TILE=TILE,
         num_warps=4, num_stages=4, **dependent_launch(x.device),
     )  # fmt: skip
     return partials
 
 
+def dequantized(
+    codes: Tensor, scale: Tensor, zeros: Tensor, num_columns: int, dtype: torch.dtype
+) -> Tensor:
+    """See `int4_linear.dequantized`."""
+    num_groups, num_outputs = scale.shape
+    weight = torch.empty(num_outputs, num_columns, dtype=dtype, device=codes.device)
+    _dequantize_kernel[(triton.cdiv(num_outputs, _OUTPUTS), triton.cdiv(num_columns, TILE))](
+        codes, scale, zeros, weight, num_outputs, num_columns, codes.stride(0),
+        GROUP=num_columns // num_groups, OUTPUTS=_OUTPUTS, PLANE=PLANE, TILE=TILE,
+        num_warps=4, **dependent_launch(codes.device),
+    )  # fmt: skip
+    return weight
+
+
 @triton.jit
-def _kernel(
+def _plane_numbers(
+    words, plane, column, scale, zeros, outputs, is_used, num_outputs, GROUP: tl.constexpr
+):
+    """Return what a plane of words [OUTPUTS, PLANE] stands for: float32, columns `column` on."""
+    at = column // GROUP * num_outputs + outputs
+    factor = tl.load(scale + at, mask=is_used, other=0.0).to(tl.float32)
+    zero = tl.load(zeros + at, mask=is_used, other=0).to(tl.int32)
+    steps = ((words >> 4 * plane) & 15) - zero[:, None]
+    return steps.to(tl.float32) * factor[:, None]
+
+
+@triton.jit
+def _dequantize_kernel(
+    codes, scale, zeros, weight, num_outputs, in_features, codes_stride,
+    GROUP: tl.constexpr, OUTPUTS: tl.constexpr, PLANE: tl.constexpr, TILE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """weight = the numbers of a block of rows and a tile of columns."""
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    tile, within = tl.program_id(1), tl.arange(0, PLANE)
+    is_output = outputs < num_outputs
+    wide = outputs.to(tl.int64)[:, None]
+    wait_for_previous(DEPENDENT)
+    places = codes + wide * codes_stride + tile * PLANE + within[None, :]
+    words = tl.load(places, mask=is_output[:, None], other=0)
+    for plane in tl.static_range(TILE // PLANE):
+        column = tile * TILE + plane * PLANE
+        is_used = is_output & (column < in_features)
+        numbers = _plane_numbers(
+            words, plane, column, scale, zeros, outputs, is_used, num_outputs, GROUP
+        )
+        columns = column + within[None, :]
+        is_number = is_output[:, None] & (columns < in_features)
+        place = weight + wide * in_features + columns
+        tl.store(place, numbers.to(weight.dtype.element_ty), mask=is_number)
+
+
+@triton.jit
+def _int4_kernel(
     x, codes, scale, zeros, partials,
     num_rows, num_outputs, in_features, x_stride, codes_stride,
     GROUP: tl.constexpr, COLUMNS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
@@ -70,7 +120,7 @@ def _kernel(
     """partials[split] = x · Wᵀ over the split's columns."""
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     split = tl.program_id(1)
-    rows, within = tl.arange(0, ROWS), tl.arange(0, PLANE)
+    rows, within = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, PLANE)
     is_output, is_row = outputs < num_outputs, rows < num_rows
     row_words = codes + outputs.to(tl.int64)[:, None] * codes_stride + within[None, :]
     x_rows = x + rows.to(tl.int64)[None, :] * x_stride + within[:, None]
@@ -81,16 +131,13 @@ def _kernel(
         words = tl.load(row_words + start // TILE * PLANE, mask=is_output[:, None], other=0)
         for plane in tl.static_range(TILE // PLANE):
             column = start + plane * PLANE
-            # Past the last column x is 0.
-            is_inside = column < in_features
-            at = column // GROUP * num_outputs + outputs
-            of_group = is_output & is_inside
-            factor = tl.load(scale + at, mask=of_group, other=0.0).to(tl.float32)
-            zero = tl.load(zeros + at, mask=of_group, other=0).to(tl.int32)
-            steps = ((words >> 4 * plane) & 15) - zero[:, None]
-            numbers = (steps.to(tl.float32) * factor[:, None]).to(x.dtype.element_ty)
+            # Past the last column both are 0.
+            is_used = is_output & (column < in_features)
+            numbers = _plane_numbers(
+                words, plane, column, scale, zeros, outputs, is_used, num_outputs, GROUP
+            )
             is_number = is_row[None, :] & (column + within < in_features)[:, None]
             inputs = tl.load(x_rows + column, mask=is_number, other=0.0)
-            total = tl.dot(numbers, inputs, total)
+            total = tl.dot(numbers.to(x.dtype.element_ty), inputs, total)
     place = (split.to(tl.int64) * num_rows + rows[None, :]) * num_outputs + outputs[:, None]
     tl.store(partials + place, total, mask=is_output[:, None] & is_row[None, :])

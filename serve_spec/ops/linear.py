@@ -104,6 +104,13 @@ def sum_partials(x: Tensor, like: Tensor) -> Tensor:
 
 
 @has_kernel
+def sum_splits(partials: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write the sum of partials [splits, T, out], first to last, and the bias into out [T, out]."""
+    total = sum_partials(partials, out.float())
+    out.copy_(total if bias is None else total + bias)
+
+
+@has_kernel
 def small_gate_up(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
     """Return silu(gate) · up of both products, each rounded to x's dtype.
 

@@ -20,7 +20,7 @@ from serve_spec.ops.dispatch_triton import wait_for_previous
 from serve_spec.ops.linear import choose_tiles
 from serve_spec.ops.linear_gluon import PAIRS_TOGETHER, multiply
 
-SUM_BLOCK = 512
+_SUM_BLOCK = 512
 
 
 def small_linear(
@@ -37,13 +37,17 @@ def small_linear(
     if tiles.columns >= in_features:
         multiply(x, weight, scale, bias, out, tiles)
         return out
-    sums = small_partials(x, weight, scale)
-    sum_kernel[(triton.cdiv(out.numel(), SUM_BLOCK),)](
-        sums, bias, out, out.numel(), out.shape[1],
-        SPLITS=len(sums), BLOCK=SUM_BLOCK,
-        num_warps=4, **dependent_launch(x.device),
-    )  # fmt: skip
+    sum_splits(small_partials(x, weight, scale), bias, out)
     return out
+
+
+def sum_splits(partials: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """See `linear.sum_splits`."""
+    _sum_kernel[(triton.cdiv(out.numel(), _SUM_BLOCK),)](
+        partials, bias, out, out.numel(), out.shape[1],
+        SPLITS=len(partials), BLOCK=_SUM_BLOCK,
+        num_warps=4, **dependent_launch(out.device),
+    )  # fmt: skip
 
 
 def small_partials(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -79,7 +83,7 @@ def load_sum(places, mask, partial_stride, NUM_PARTIALS: tl.constexpr, dtype: tl
 
 
 @triton.jit
-def sum_kernel(
+def _sum_kernel(
     parts, bias, out, size, num_outputs,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip

@@ -8,7 +8,14 @@ import serve_spec
 from serve_spec import LLM
 from serve_spec.bench.workload import held_out_prompts
 from serve_spec.core.request import SamplingParams
-from tests.helpers.engines import checked, switch_every_round
+from tests.helpers.engines import (
+    checked,
+    llm_maker,
+    make_pair,
+    sampled_requests,
+    switch_every_round,
+    texts,
+)
 from tests.helpers.packed import repack
 
 TINY = Path(serve_spec.__file__).parent / "assets" / "tiny" / "target"
@@ -43,3 +50,14 @@ def test_texts_are_equal_with_speculation_and_without(tmp_path, name):
     drafted = answers()
     assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
     assert sum(output.speculation.num_correct_drafts for output in drafted) > 0
+
+
+def test_a_model_in_four_bits_drafts_for_itself(tmp_path):
+    pair = make_pair(tmp_path, hidden=128)
+    stored, _ = repack(pair.target, tmp_path / "repacked", "awq")
+    make, requests = llm_maker(pair, "cpu"), sampled_requests()
+    plain = texts(make(path=str(stored)).generate(*requests))
+    drafted = {"path": str(stored), "speculative_draft_model_path": str(stored)}
+    outputs = make("STANDALONE", 3, **drafted).generate(*requests)
+    assert texts(outputs) == plain
+    assert sum(output.speculation.num_correct_drafts for output in outputs) > 0

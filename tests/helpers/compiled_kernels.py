@@ -23,6 +23,7 @@ from serve_spec.core.context import Rotation
 from serve_spec.ops import (
     admission_triton,
     elementwise_triton,
+    int4_linear_triton,
     linear_gluon,
     paged_attention_triton,
     shared_sum_triton,
@@ -34,6 +35,7 @@ from serve_spec.ops.shared_sum import SharedMemory
 OPS = (
     admission_triton,
     elementwise_triton,
+    int4_linear_triton,
     linear_gluon,
     paged_attention_triton,
     shared_sum_triton,
@@ -204,6 +206,17 @@ def compile_product(case, num_rows, num_outputs, gated, fp8):
         linear_gluon.multiply(x, weight, scale, None, out, tiles, gated)
 
 
+def compile_int4_product(case, num_rows, num_outputs, group):
+    """Compile what a layer of an 8B model in four bits launches, in bfloat16."""
+    x = torch.zeros(num_rows, 4096, dtype=torch.bfloat16)
+    scale = torch.zeros(4096 // group, num_outputs, dtype=torch.float16)
+    codes = torch.zeros(num_outputs, 512, dtype=torch.int32)
+    with recorded(int4_linear_triton, case):
+        zeros = scale.to(torch.uint8)
+        int4_linear_triton.small_int4_partials(x, codes, scale, zeros)
+        int4_linear_triton.dequantized(codes, scale, zeros, 4096, x.dtype)
+
+
 if __name__ == "__main__":
     for op in OPS:
         op.dependent_launch = lambda device: {"DEPENDENT": True, "launch_pdl": True}
@@ -218,3 +231,5 @@ if __name__ == "__main__":
         compile_exchanges(f"rank {rank} of {size}", rank, size)
     for shape in product((1, 16, 32, 64, 128), (3584, 14336), (False, True), (False, True)):
         compile_product("rows={} outputs={} gated={} fp8={}".format(*shape), *shape)
+    for shape in product((1, 32, 64, 128), (4096,), (32, 4096)):
+        compile_int4_product("rows={} outputs={} group={}".format(*shape), *shape)

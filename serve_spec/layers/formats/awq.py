@@ -14,12 +14,14 @@ from torch import Tensor
 from serve_spec.layers.formats.base import Formats, Matrix, WeightFormat
 from serve_spec.layers.formats.choices import PLAIN
 from serve_spec.layers.formats.grouped_int4 import WORD, Groups, StoredInt4, nibbles, read_groups
-from serve_spec.layers.formats.settings import common, is_inside, refused
+from serve_spec.layers.formats.settings import common, is_inside, refused, strings
 from serve_spec.layers.module import Destination
 
 # Where the bits of each of eight neighbouring columns are in a word: the kernel takes even ones
 # from its lower half.
 _PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+
+_SKIPPED = "modules_to_not_convert"
 
 
 class AwqWeight(StoredInt4):
@@ -76,9 +78,7 @@ def formats(settings: Mapping[str, Any]) -> Formats:
         raise refused("zero_point", settings["zero_point"])
     if settings.get("lm_head"):
         raise refused("lm_head", settings["lm_head"])
-    skipped = settings.get("modules_to_not_convert") or []
-    if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
-        raise refused("modules_to_not_convert", skipped, "no list of names")
+    skipped = strings(_SKIPPED, settings.get(_SKIPPED) or [])
     return AwqFormats(read_groups(settings, size), skipped)
 
 

@@ -1,4 +1,4 @@
-"""FP8 and INT8 of llm-compressor, which has a scheme for each group of modules.
+"""FP8, INT8 and INT4 of llm-compressor, which has a scheme for each group of modules.
 
 Source: github.com/vllm-project/compressed-tensors, `quant_config.py` and `quant_args.py`. Weights
 are multiplied by floats: schemes of activations say only which tensors a file holds.

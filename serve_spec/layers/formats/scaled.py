@@ -8,13 +8,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from serve_spec.layers.formats.base import Matrix, WeightFormat
 from serve_spec.layers.formats.choices import PLAIN
 from serve_spec.layers.formats.plain import PlainWeight
 from serve_spec.layers.module import Destination, Shard, Span, parameter, tensor_defaults
+from serve_spec.ops import linear
+from serve_spec.ops.scaled_linear import (
+    MAX_ROWS,
+    Unit,
+    dequantize_into,
+    fits_kernel,
+    scaled_linear,
+)
 
 if TYPE_CHECKING:
     from serve_spec.layers.formats.compressed_tensors import WeightArgs
@@ -37,7 +44,7 @@ class Scales:
 
 
 class ScaledWeight(WeightFormat):
-    """A matrix as `Scales` says, until it is loaded; then floats of the compute dtype.
+    """A matrix as `Scales` says, until it is loaded; then what this device multiplies fastest.
 
     Activations stay floats: a scale of static ones is read, and products do not use it.
     """
@@ -73,32 +80,46 @@ class ScaledWeight(WeightFormat):
         return tensors
 
     def finish(self) -> WeightFormat:
-        """Return the weight as floats, in the layout that multiplies fastest here."""
+        """Return the numbers as they are where a kernel multiplies them, else floats."""
+        scale, unit = self.merged_scale()
+        if fits_kernel(self.values.device, unit, self._matrix.in_features):
+            return ResidentWeight(self.values, scale, unit, self.bias)
         with tensor_defaults(self._dtype, self.values.device):
             plain = PLAIN.of([*self._matrix.parts], self._matrix)
         assert isinstance(plain, PlainWeight)
         plain.bias = self.bias
-        self._dequantize_into(plain.weight)
+        dequantize_into(plain.weight, self.values, scale, unit)
         return plain.finish()
 
     def linear(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """Return x·Wᵀ + b: the reference."""
-        weight = torch.empty_like(self.values, dtype=x.dtype)
-        self._dequantize_into(weight)
-        return F.linear(x, weight, self.bias).to(out_dtype or x.dtype)
+        """Return x·Wᵀ + b, before `finish`."""
+        return scaled_linear(x, self.values, *self.merged_scale(), self.bias, out_dtype)
 
-    def _dequantize_into(self, weight: Tensor) -> None:
-        """Write the floats into `weight` [out, in]; no other tensor of that size is made."""
-        weight.copy_(self.values)
-        columns = torch.arange(weight.shape[1], device=weight.device) + self._matrix.columns.start
-        first = 0
-        for rows, scale in zip(self._matrix.parts.values(), self.scale, strict=True):
-            part = weight[first : first + rows.length]
-            first += rows.length
-            if self._scales.block is None:
-                part.mul_(scale)
-            else:
-                _scale_blocks(part, scale, self._scales.block, rows.start, columns)
+    def merged_scale(self) -> tuple[Tensor, Unit]:
+        """Return the scales of all parts as one tensor, and the rows and columns of each.
+
+        A rank, or a part, that begins inside a block has smaller ones, which divide what it has.
+        """
+        matrix, parts = self._matrix, [*self._matrix.parts.values()]
+        height, width = self._block(parts[0])
+        if self._scales.block is not None:
+            lengths = [rows.length for rows in parts[:-1]]
+            height = math.gcd(height, *lengths, *(rows.start for rows in parts))
+            width = math.gcd(width, matrix.columns.start)
+        elif not self._scales.per_row:
+            height = math.gcd(*(rows.length for rows in parts))
+        merged = [
+            scale[_blocks_of(rows, self._block(rows)[0], height)]
+            for rows, scale in zip(parts, self.scale, strict=True)
+        ]
+        columns = _blocks_of(matrix.columns, self._block(parts[0])[1], width)
+        return torch.cat(merged)[:, columns].contiguous(), (height, width)
+
+    def _block(self, rows: Span) -> Unit:
+        """Return the rows and columns of a block of a part."""
+        if self._scales.block is not None:
+            return self._scales.block
+        return 1 if self._scales.per_row else rows.total, self._matrix.columns.total
 
     def _empty_scale(self, rows: Span) -> Tensor:
         """Return room for the scales of the rows and columns of a part that this rank has."""
@@ -121,6 +142,47 @@ class ScaledWeight(WeightFormat):
             columns = self._matrix.columns
             return Shard(scale, 1, columns.start // width, -(-columns.total // width))
         return scale
+
+
+class ResidentWeight(WeightFormat):
+    """Numbers of eight bits and their scales, which products dequantize block by block on a GPU.
+
+    unit: rows and columns of a scale. Products of many rows dequantize the matrix before.
+    """
+
+    def __init__(self, values: Tensor, scale: Tensor, unit: Unit, bias: Tensor | None) -> None:
+        super().__init__()
+        self.values, self.scale, self.unit, self.bias = values, scale, unit, bias
+        # Of each row, if it has one scale: what the kernels for Hopper take.
+        self._of_row: Tensor | None = None
+        if scale.shape[1] == 1 and values.dtype == torch.float8_e4m3fn:
+            self._of_row = scale[:, 0].repeat_interleave(unit[0])[: len(values)].contiguous()
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the memory of numbers and scales."""
+        return self.values.nbytes + self.scale.nbytes
+
+    def linear(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """Return x·Wᵀ + b: [T, in] -> [T, out]."""
+        if self._of_row is not None and self._is_fastest(x):
+            return linear.small_linear(x, self.values, self.bias, out_dtype, self._of_row)
+        return scaled_linear(x, self.values, self.scale, self.unit, self.bias, out_dtype)
+
+    def partials(self, x: Tensor) -> Tensor:
+        """Return `linear(x)`, or partial sums of it."""
+        if self._of_row is None or self.bias is not None or not self._is_fastest(x):
+            return self.linear(x)
+        return linear.small_partials(x, self.values, self._of_row)
+
+    def gate_up(self, x: Tensor) -> Tensor:
+        """Return silu(gate) · up."""
+        if self._of_row is None or self.bias is not None or not self._is_fastest(x):
+            return super().gate_up(x)
+        return linear.small_gate_up(x, self.values, self._of_row)
+
+    def _is_fastest(self, x: Tensor) -> bool:
+        return x.shape[0] <= MAX_ROWS and linear.is_supported(x, self.values)
 
 
 def compressed_weight(args: WeightArgs, matrix: Matrix) -> WeightFormat:
@@ -149,17 +211,11 @@ def _touched(indices: Span, size: int) -> int:
     return math.ceil((indices.start + indices.count) / size) - indices.start // size
 
 
-def _scale_blocks(
-    part: Tensor, scale: Tensor, block: tuple[int, int], start: int, columns: Tensor
-) -> None:
-    """Multiply rows `start`, `start` + 1, ... of a matrix by the scales of the blocks they touch.
+def _blocks_of(indices: Span, size: int, unit: int) -> list[int]:
+    """Return which block of `size` every `unit` indices of a span are in, from its first block on.
 
-    columns: the column of the matrix that each column of `part` is.
+    Indices that stand for nothing count to the last block.
     """
-    height, width = block
-    of_column = columns // width - columns[0] // width
-    row = 0
-    for scale_row in scale:
-        end = row + height - (start + row) % height
-        part[row:end].mul_(scale_row[of_column])
-        row = end
+    last = _touched(indices, size) - 1
+    at = (indices.start % size + first for first in range(0, indices.length, unit))
+    return [min(index // size, last) for index in at]

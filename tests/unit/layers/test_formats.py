@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from serve_spec.core.errors import CheckpointError
+from serve_spec.layers.formats import scaled as scaled_format
 from serve_spec.layers.formats.awq import AwqWeight
 from serve_spec.layers.formats.base import Formats, WeightFormat
 from serve_spec.layers.formats.choices import PLAIN
@@ -254,10 +255,17 @@ KINDS = {
 }
 
 
+# As on a GPU.
+KINDS |= {f"resident {name}": KINDS[name] for name in KINDS if "8" in name}
+
+
 @pytest.mark.parametrize("is_row_parallel", [False, True])
 @pytest.mark.parametrize("name", KINDS)
-def test_ranks_of_any_format_give_the_product_of_the_whole_matrix(name, is_row_parallel, tmp_path):
+def test_ranks_of_any_format_give_the_product_of_the_whole_matrix(
+    name, is_row_parallel, tmp_path, monkeypatch
+):
     """Stacked matrices with biases, stored by names, layouts and dtypes of the format's own."""
+    monkeypatch.setattr(scaled_format, "fits_kernel", lambda *_: "resident" in name)
     num_in, parts = 32, {"left": 32, "right": 16}
     kind, pack = KINDS[name]
     generator = torch.Generator().manual_seed(0)

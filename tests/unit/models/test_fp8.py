@@ -8,6 +8,7 @@ import torch
 
 import serve_spec
 from serve_spec.core.errors import CheckpointError
+from serve_spec.layers.formats import scaled
 from serve_spec.models.loader import check_target, load_target
 from serve_spec.parallel.group import SINGLE
 from tests.helpers.checkpoints import make_target, read_checkpoint, write_checkpoint
@@ -36,9 +37,10 @@ def test_the_shipped_target_in_any_format_is_what_its_numbers_stand_for(name, tm
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("family", ["mistral", "qwen2"])
-def test_blocks_may_end_anywhere_on_any_rank(name, family, tmp_path):
-    """Also with biases, and an output matrix that is left as it is."""
+@pytest.mark.parametrize(("family", "is_resident"), [("mistral", False), ("qwen2", True)])
+def test_blocks_may_end_anywhere_on_any_rank(name, family, is_resident, tmp_path, monkeypatch):
+    """Also with biases, and an output matrix that is left as it is; and as on a GPU."""
+    monkeypatch.setattr(scaled, "fits_kernel", lambda *_: is_resident)
     made = make_target(tmp_path / "made", family, hidden=72, layers=2, num_key_value_heads=4)
     packed, floats = repack(made, tmp_path, name)
     expected = logprobs(floats)

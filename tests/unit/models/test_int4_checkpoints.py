@@ -254,6 +254,18 @@ def test_tensors_that_contradict_the_config_are_refused_by_name(tmp_path, name, 
     assert [word for word in words if word not in str(raised.value)] == []
 
 
+def test_biases_of_0_that_exporters_of_gptq_write_for_all_matrices_are_no_surplus(tmp_path):
+    source = make_target(tmp_path / "source", "qwen2", **SIZES)
+    stored, floats = packed.repack(source, tmp_path, "gptq")
+    config, tensors = read_checkpoint(stored)
+    name = Q.replace("q_proj", "o_proj.bias")
+    write_checkpoint(stored, config, {**tensors, name: torch.zeros(128)})
+    torch.testing.assert_close(logprobs(stored), logprobs(floats), rtol=0, atol=1e-4)
+    write_checkpoint(stored, config, {**tensors, name: torch.ones(128)})
+    with pytest.raises(CheckpointError, match=f"surplus {name}"):
+        logprobs(stored)
+
+
 @pytest.mark.parametrize(
     ("row_unit", "size", "rows", "columns", "words"),
     [

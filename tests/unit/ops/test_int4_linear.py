@@ -7,7 +7,7 @@ from tests.helpers.memory import poisoned_memory
 from tests.helpers.triton import DEVICE, reference, relative_error
 
 from serve_spec.ops import int4_linear, int4_linear_triton  # isort: skip
-from serve_spec.ops.int4_linear import dequantized, packed_codes  # isort: skip
+from serve_spec.ops.int4_linear import packed_codes  # isort: skip
 from serve_spec.ops.linear import sum_partials  # isort: skip
 
 plain = reference(int4_linear)
@@ -21,6 +21,7 @@ SHAPES = [
     (40, 130, 384, 128),
     (5, 70, 200, 200),
     (2, 48, 1024, 256),
+    (70, 20, 256, 64),
 ]
 
 
@@ -49,7 +50,10 @@ def inputs(num_rows, in_features, dtype):
 @pytest.mark.parametrize(("num_rows", "num_outputs", "in_features", "group"), SHAPES)
 def test_the_kernels_follow_the_reference(num_rows, num_outputs, in_features, group, dtype):
     *stored, exact = weight(num_outputs, in_features, group)
-    assert torch.equal(dequantized(*stored, in_features, torch.float32), exact)
+    assert torch.equal(plain.dequantized(*stored, in_features, torch.float32), exact)
+    with poisoned_memory():
+        rounded = int4_linear_triton.dequantized(*stored, in_features, dtype)
+    assert torch.equal(rounded, exact.to(dtype))
     x = inputs(num_rows, in_features, dtype)
     for bias in (None, inputs(1, num_outputs, dtype)[0]):
         with poisoned_memory():
@@ -61,17 +65,16 @@ def test_the_kernels_follow_the_reference(num_rows, num_outputs, in_features, gr
         wide = int4_linear_triton.small_int4_linear(x, *stored, None, torch.float32)
         partials = int4_linear_triton.small_int4_partials(x, *stored)
     assert torch.equal(sum_partials(partials, wide), wide)
-    rounded = exact.to(dtype).float()
-    assert relative_error(wide, x.float() @ rounded.T) < 1e-5
+    assert relative_error(wide, x.float() @ rounded.float().T) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_row_has_the_same_bits_alone_and_among_others(dtype):
     """Of a sum that several programs share."""
     *stored, _ = weight(64, 2048, 128)
-    x = inputs(33, 2048, dtype)
+    x = inputs(70, 2048, dtype)
     among = int4_linear_triton.small_int4_linear(x, *stored)
-    for count in (1, 2, 16, 17):
+    for count in (1, 2, 16, 17, 33):
         assert torch.equal(int4_linear_triton.small_int4_linear(x[:count], *stored), among[:count])
     assert len(int4_linear_triton.small_int4_partials(x[:1], *stored)) > 1
 

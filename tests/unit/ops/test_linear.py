@@ -83,6 +83,17 @@ def test_addends_make_the_whole_to_the_bit(num_rows, num_outputs, in_features, d
         assert relative_error(found, expected) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", ACTIVATION_TOLERANCE)
+@pytest.mark.parametrize(("splits", "num_rows", "width"), [(1, 1, 1), (3, 7, 100), (8, 2, 600)])
+def test_splits_of_a_sum_are_added_first_to_last(splits, num_rows, width, dtype):
+    partials, bias = random(splits, num_rows, width), random(width, dtype=dtype, seed=1)
+    for b in (None, bias):
+        found, expected = (torch.empty(num_rows, width, device=DEVICE, dtype=dtype) for _ in "12")
+        linear_triton.sum_splits(partials, b, found)
+        plain.sum_splits(partials, b, expected)
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.gpu
 def test_float32_results_of_products_are_never_rounded():
     x = torch.ones(1, 272, device=DEVICE, dtype=torch.bfloat16)

@@ -1,0 +1,51 @@
+"""Targets in four bits on a GPU: codes stay packed, and products are those of the floats."""
+
+import pytest
+import torch
+
+from serve_spec.layers.formats.grouped_int4 import PackedInt4
+from serve_spec.models.loader import load_target
+from tests.helpers import packed
+from tests.helpers.checkpoints import make_target
+from tests.helpers.paged import PagedSequences
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+
+
+def repacked(folder, name):
+    made = make_target(folder / "made", "qwen2", layers=2, hidden=256)
+    return packed.repack(made, folder, name)
+
+
+def logits(folder, dtype):
+    model, ids = load_target(folder, dtype, DEVICE), torch.arange(3, 43, device=DEVICE)
+    sequence = PagedSequences(model.spec.caches, 1, len(ids), dtype=dtype, device=DEVICE)
+    hidden = model.forward(ids, sequence.extend([(0, len(ids))])).hidden
+    return model.logits(hidden).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", packed.FORMATS)
+def test_a_packed_target_gives_the_logits_of_its_floats(tmp_path, name, dtype):
+    found, expected = (logits(folder, dtype) for folder in repacked(tmp_path, name))
+    assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq ordered"])
+def test_a_row_has_the_same_bits_in_a_graph_alone_and_among_others(tmp_path, name):
+    model = load_target(repacked(tmp_path, name)[0], torch.bfloat16, DEVICE)
+    product = model.layers[0].attention.qkv.format
+    assert isinstance(product, PackedInt4)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    x = torch.randn(128, 256, generator=generator, device=DEVICE).bfloat16()
+    among = product.linear(x)
+    for count in (1, 2, 8, 16, 17, 33, 64, 65):
+        assert torch.equal(product.linear(x[:count]), among[:count])
+    graph, row = torch.cuda.CUDAGraph(), x[:1].clone()
+    with torch.cuda.graph(graph):
+        found = product.linear(row)
+    row.copy_(x[5:6])
+    graph.replay()
+    assert torch.equal(found, among[5:6])
