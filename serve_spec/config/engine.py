@@ -43,8 +43,10 @@ class ModelConfig(StrictModel):
     names it and bfloat16 if not."""
     max_model_len: int | None = Field(None, ge=1, le=MAX_POSITIONS)
     """Maximum length of prompt and output, in tokens; null: the model's own limit."""
-    quantization: Literal["auto"] | None = None
-    """Quantization of target weights: null or auto, as in the checkpoint; no other is supported."""
+    quantization: Literal["auto", "fp8", "compressed-tensors", "modelopt"] | None = None
+    """Quantization of target weights: null, auto or the checkpoint's own, as in the checkpoint; fp8
+    converts floats when they are loaded, with a scale per row, on GPUs of compute capability 8.9 or
+    newer."""
     kv_cache_dtype: Literal["auto"] = "auto"
     """Data type of the KV cache: auto, that of activations; no other is supported."""
     tensor_parallel_size: int = Field(1, ge=1, le=1024)
@@ -82,12 +84,11 @@ class ModelConfig(StrictModel):
             raise Refusal("served_model_name", name, "a name is empty; remove it")
         return "" if name is None or name in ([], ()) else name
 
-    @field_validator("quantization", "kv_cache_dtype", "attention_backend", mode="before")
+    @field_validator("kv_cache_dtype", "attention_backend", mode="before")
     @classmethod
     def _is_supported(cls, value: object, info: ValidationInfo) -> object:
         if value not in (None, "auto"):
             use = {
-                "quantization": " and use a bfloat16 checkpoint",
                 "kv_cache_dtype": " and use auto",
                 "attention_backend": ": the package's own kernels run on CPUs and GPUs",
             }

@@ -33,7 +33,7 @@ from serve_spec.models.decoder import compile_layers
 from serve_spec.models.drafts.base import DraftOptions
 from serve_spec.models.drafts.loader import draft_dtype, draft_weights, load_draft
 from serve_spec.models.interfaces import DraftModel, Target
-from serve_spec.models.loader import load_target, read_spec, target_dtype
+from serve_spec.models.loader import load_target, quantized_formats, read_spec, target_dtype
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.parallel.worker_ranks import Launcher, WorkerRanks, launch
 from serve_spec.profile.measure import (
@@ -260,6 +260,7 @@ def load_models(config: ServeSpecConfig, parallel: TensorParallel) -> LoadedMode
         config.model.max_model_len,
         parallel,
         load_format=config.model.load_format,
+        formats=quantized_formats(config.model.quantization, config.model.folder, device),
     )
     head = _load_head(config, target)
     if config.model.torch_compile:

@@ -12,7 +12,7 @@ from serve_spec.engine.build import check_fit
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.models.drafts.base import DraftOptions
 from serve_spec.models.drafts.loader import check_draft, draft_dtype, draft_weights
-from serve_spec.models.loader import check_target, read_spec, target_dtype
+from serve_spec.models.loader import check_target, quantized_formats, read_spec, target_dtype
 from serve_spec.worker.drafters.base import drafter_class
 
 
@@ -24,6 +24,8 @@ def check_checkpoints(config: ServeSpecConfig) -> None:
     folder = config.model.folder
     read_spec(folder, config.model.tensor_parallel_size)
     check_fit(config, Tokenizer(config.model.tokenizer_folder))
+    device = torch.device("cpu") if config.model.device == "cpu" else None  # else maybe elsewhere
+    quantized_formats(config.model.quantization, folder, device)
     target = check_target(folder, config.model.load_format)
     draft = config.draft_folder if config.speculative.enabled else None
     if draft is not None:

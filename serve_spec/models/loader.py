@@ -15,6 +15,7 @@ from serve_spec.core.context import torch_dtype
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.formats.base import Formats
 from serve_spec.layers.formats.choices import PLAIN
+from serve_spec.layers.formats.fp8 import Fp8OnLoadFormats
 from serve_spec.layers.formats.registry import formats_of
 from serve_spec.layers.module import finish_loading, tensor_defaults
 from serve_spec.models.config import read_config, read_json
@@ -23,6 +24,7 @@ from serve_spec.models.gguf import open_gguf
 from serve_spec.models.interfaces import Config, Target, TargetFamily, TargetSpec
 from serve_spec.models.registry import find_family
 from serve_spec.models.weights import Checkpoint, open_weights
+from serve_spec.ops.scaled_linear import converts_fp8
 from serve_spec.parallel.group import SINGLE, TensorParallel
 
 
@@ -145,6 +147,26 @@ def divides(folder: Path | str, ranks: int) -> bool:
     except CheckpointError:
         return False
     return True
+
+
+def quantized_formats(
+    name: str | None, path: Path | str, device: torch.device | None
+) -> Formats | None:
+    """Return the formats for `model.quantization`; None: those of the checkpoint.
+
+    device: None is any. Raises ValueError: the checkpoint is stored otherwise, or the device lacks
+    such products.
+    """
+    own = (read_target(path)[1].get("quantization_config") or {}).get("quant_method")
+    if name in (None, "auto", own):
+        return None
+    if own is not None or name != "fp8":
+        stored = "is not quantized" if own is None else f"has quant_method {own!r}"
+        raise ValueError(f"quantization={name!r}: the checkpoint {stored}; leave it out")
+    if device is not None and not converts_fp8(device):
+        why = f"only GPUs of compute capability 8.9 or newer are supported, and this is {device}"
+        raise ValueError(f"quantization='fp8': {why}; leave it out")
+    return Fp8OnLoadFormats()
 
 
 def target_dtype(name: str, path: Path | str, device: torch.device) -> torch.dtype:

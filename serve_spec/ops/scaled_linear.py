@@ -62,10 +62,11 @@ def depth(unit: Unit, in_features: int) -> int:
 
 def fits_kernel(device: torch.device, unit: Unit, in_features: int) -> bool:
     """Return whether matrices stay as they are there: a GPU that converts FP8."""
-    return _converts_fp8(device) and depth(unit, in_features) >= _LEAST_DEPTH
+    return converts_fp8(device) and depth(unit, in_features) >= _LEAST_DEPTH
 
 
 @cache
-def _converts_fp8(device: torch.device) -> bool:
+def converts_fp8(device: torch.device) -> bool:
+    """Return whether `device` is a GPU that converts FP8."""
     is_gpu = device.type == "cuda"
     return is_gpu and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY

@@ -203,13 +203,17 @@ def cost_key(
         target=fingerprint(config.model.folder),
         draft="" if draft is None else fingerprint(draft),
         algorithm=speculative.speculative_algorithm + method,
-        dtype=_dtype_name(worker.dtype),
+        dtype=_dtype_name(worker.dtype) + _of_weights(config.model.quantization),
         draft_dtype=_draft_numbers(config, worker),
         tensor_parallel_size=config.model.tensor_parallel_size,
         attention_backend=_ATTENTION[worker.settings.async_scheduling],
         topk=max([speculative.topk, *(tree.topk for tree in trees)]),
         code=code + ("" if most_captured is None else f", graphs up to {most_captured}"),
     )
+
+
+def _of_weights(quantization: str | None) -> str:
+    return "" if quantization in (None, "auto") else f", {quantization} weights"
 
 
 def _draft_numbers(config: ServeSpecConfig, worker: SpecWorker) -> str:

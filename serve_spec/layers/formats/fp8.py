@@ -10,7 +10,9 @@ from typing import Any
 
 from serve_spec.layers.formats.base import Formats, Matrix, WeightFormat
 from serve_spec.layers.formats.choices import PLAIN
-from serve_spec.layers.formats.scaled import ScaledWeight, Scales
+from serve_spec.layers.formats.fp8_draft import fp8_rows
+from serve_spec.layers.formats.plain import PlainWeight
+from serve_spec.layers.formats.scaled import ResidentWeight, ScaledWeight, Scales
 from serve_spec.layers.formats.settings import common, is_inside, refused, strings
 
 _SKIPPED_KEYS = ("modules_to_not_convert", "ignored_layers")
@@ -39,6 +41,22 @@ class Fp8Formats(Formats):
             for old, new in _NAMES.items()
             if name.endswith(old)
         }
+
+
+class Fp8OnLoadFormats(Formats):
+    """Floats that become FP8 with a scale per row when they are loaded; not output matrices."""
+
+    def of(self, paths: Sequence[str], matrix: Matrix) -> WeightFormat:
+        """See `Formats`."""
+        is_output = all(is_inside(path, ("lm_head",)) for path in paths)
+        if is_output or matrix.tied is not None:
+            return PLAIN.of(paths, matrix)
+        return PlainWeight(matrix, (_as_rows,))
+
+
+def _as_rows(plain: PlainWeight) -> WeightFormat:
+    values, scale = fp8_rows(plain.weight)
+    return ResidentWeight(values, scale[:, None], (1, values.shape[1]), plain.bias)
 
 
 def formats(settings: Mapping[str, Any]) -> Formats:

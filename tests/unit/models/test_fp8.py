@@ -9,11 +9,12 @@ import torch
 import serve_spec
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.formats import scaled
-from serve_spec.models.loader import check_target, load_target
+from serve_spec.layers.formats.fp8 import Fp8OnLoadFormats
+from serve_spec.models.loader import check_target, load_target, quantized_formats
 from serve_spec.parallel.group import SINGLE
 from tests.helpers.checkpoints import make_target, read_checkpoint, write_checkpoint
 from tests.helpers.paged import PagedSequences, run_text
-from tests.helpers.quantized import FORMATS, repack
+from tests.helpers.quantized import FORMATS, fp8_rows, repack
 from tests.helpers.ranks import on_ranks
 
 TINY = Path(serve_spec.__file__).parent / "assets" / "tiny" / "target"
@@ -22,8 +23,8 @@ LAYER = "model.layers.1."
 Q_PROJ, DOWN = f"{LAYER}self_attn.q_proj", f"{LAYER}mlp.down_proj"
 
 
-def logprobs(folder, parallel=SINGLE):
-    model = load_target(folder, torch.float32, parallel=parallel)
+def logprobs(folder, parallel=SINGLE, formats=None):
+    model = load_target(folder, torch.float32, parallel=parallel, formats=formats)
     context = PagedSequences(model.spec.caches, 1, len(IDS)).extend([(0, len(IDS))])
     return model.logits(model.forward(IDS, context).hidden).log_softmax(-1)
 
@@ -227,3 +228,37 @@ def test_schemes_of_llm_compressor_that_are_not_computed_are_refused(changed, wo
     with pytest.raises(CheckpointError) as raised:
         check_target(packed)
     assert [word for word in words if word not in str(raised.value)] == []
+
+
+def test_floats_become_fp8_by_row_when_they_are_loaded(tmp_path):
+    """All matrices but the output one; as on a GPU."""
+    made = make_target(tmp_path / "made", "qwen2", hidden=64, layers=2)
+    config, tensors = read_checkpoint(made)
+    rounded = {
+        name: fp8_rows(tensor)[2] if name.endswith("_proj.weight") else tensor
+        for name, tensor in tensors.items()
+    }
+    floats = write_checkpoint(tmp_path / "floats", config, rounded)
+    found = logprobs(made, formats=Fp8OnLoadFormats())
+    torch.testing.assert_close(found, logprobs(floats), rtol=0, atol=1e-4)
+    assert not torch.allclose(found, logprobs(made), rtol=0, atol=1e-3), "it rounds"
+
+
+@pytest.mark.parametrize(
+    ("packed", "name", "device", "words"),
+    [
+        (None, "fp8", "cpu", "quantization='fp8': only GPUs .* this is cpu; leave it out"),
+        (None, "modelopt", None, "quantization='modelopt': the checkpoint is not quantized; "),
+        ("modelopt", "fp8", None, "quantization='fp8': the checkpoint has quant_method 'modelopt'"),
+    ],
+)
+def test_a_quantization_that_the_checkpoint_or_device_lacks_is_refused(
+    packed, name, device, words, tmp_path
+):
+    folder = make_target(tmp_path / "made", "mistral", hidden=64, layers=1)
+    if packed is not None:
+        folder, _ = repack(folder, tmp_path, packed)
+    with pytest.raises(ValueError, match=words):
+        quantized_formats(name, folder, device and torch.device(device))
+    for asked in (None, "auto", packed):
+        assert quantized_formats(asked, folder, torch.device("cpu")) is None
