@@ -24,6 +24,7 @@ from serve_spec.models.config import ROPES
 from serve_spec.models.drafts.base import load_family
 from serve_spec.models.family import DecoderFamily
 from serve_spec.models.interfaces import TargetFamily
+from serve_spec.models.mixture import MixtureFamily
 from serve_spec.models.registry import TARGETS, TEXT_MODELS, known_defaults
 
 ROOT = Path(__file__).parents[1]
@@ -50,7 +51,9 @@ _MATRIX = """\
 ## Targets and drafts
 
 All targets take all weight formats of targets below, and any number of GPUs that divides their
-heads, key-value heads and neurons. Every draft fits targets of its own hidden size and tokens.
+heads, key-value heads and neurons; every GPU has a part of every expert. Targets with experts take
+floats alone, and on a GPU bfloat16 and compute capability 9.0. Every draft fits targets of its own
+hidden size and tokens.
 """
 _DRAFTS = """\
 ## Draft methods
@@ -121,6 +124,7 @@ def page() -> str:
                 "biases",
                 "norms of q, k",
                 "windows",
+                "experts",
                 "source",
                 rows=map(_target_row, families()),
             ),
@@ -147,14 +151,17 @@ def page() -> str:
 
 
 def summary() -> str:
-    """Return the table of README.md."""
-    weights = ", ".join((*_dtypes(), *own_names(FORMATS)))
-    rows = []
+    """Return the table of README.md. Families with the same weights and drafts share a row."""
+    titles: dict[tuple[str, ...], list[str]] = {}
     for family in families():
+        formats = [] if isinstance(family.family, MixtureFamily) else own_names(FORMATS)
+        weights = ", ".join((*_dtypes(), *formats))
         drafts = [method for method in methods() if _fits(method, family.family)]
         chains = [method.name for method in drafts if not _accepts(method, topk=2)]
         trees = [method.name for method in drafts if method.name not in chains]
-        rows.append((family.title, weights, ", ".join(trees), ", ".join(chains)))
+        cells = weights, ", ".join(trees), ", ".join(chains)
+        titles.setdefault(cells, []).append(family.title)
+    rows = [("; ".join(names), *cells) for cells, names in titles.items()]
     header = ("target", "weights", "drafts, chains and trees", "drafts, chains")
     if not any(row[-1] for row in rows):
         return _table(*header[:-1], rows=(row[:-1] for row in rows))
@@ -184,10 +191,11 @@ def _target_row(family: Family) -> Iterator[str]:
     yield _codes(family.model_types)
     if isinstance(family.family, DecoderFamily):
         yield _biases(family.family)
-        yield "yes" if family.family.has_qk_norm else ""
+        yield _norms(family.family)
         yield _windows(family.family)
+        yield _experts(family.family)
     else:
-        yield from ("", "", "")
+        yield from ("", "", "", "")
     yield family.source
 
 
@@ -200,6 +208,16 @@ def _biases(family: DecoderFamily) -> str:
         added = ", ".join(names[name] for name in names if name in given - always)
         found.append(added and f"{added} with `{key}`")
     return "; ".join(filter(None, found))
+
+
+def _norms(family: DecoderFamily) -> str:
+    if family.norms_heads({}):
+        return "yes"
+    return "with `use_qk_norm`" if family.norms_heads({"use_qk_norm": True}) else ""
+
+
+def _experts(family: DecoderFamily) -> str:
+    return " or ".join(_codes_of(family.experts_keys)) if isinstance(family, MixtureFamily) else ""
 
 
 def _windows(family: DecoderFamily) -> str:

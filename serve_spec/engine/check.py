@@ -50,6 +50,8 @@ def resolved_values(config: ServeSpecConfig) -> dict[str, str]:
         "pages": _pages(config, device),
         "speculation": NO_DRAFT,
     }
+    if spec.num_experts:
+        values["experts"] = f"{spec.num_chosen_experts} of {spec.num_experts} for every token"
     if config.speculative.enabled:
         policy = PolicySettings.of(config.speculative)
         depths = sorted({shape.depth for shape in policy.shapes})

@@ -122,6 +122,24 @@ def read_rope(config: Config) -> tuple[float, RopeScaling | None]:
         raise wrong(f"rope_parameters or rope_scaling: {error}; correct it") from error
 
 
+def split_partial_rotary(config: Config, default: float) -> tuple[float, Config]:
+    """Return which part of a head is rotated, and the config as if all of it were.
+
+    For families that rotate a part. Raises CheckpointError: it is no part.
+    """
+    key = "partial_rotary_factor"
+    rope = config.get("rope_parameters")
+    inner = rope if isinstance(rope, Mapping) else {}
+    value = inner.get(key, config.get(key))
+    part = default if value is None else value
+    if not isinstance(part, float | int) or not 0 < part <= 1:
+        raise wrong(f"{key}={part!r}: no part of a head; use a number above 0 and up to 1")
+    whole = {**config, key: None}
+    if inner:
+        whole["rope_parameters"] = {name: inner[name] for name in inner if name != key}
+    return float(part), whole
+
+
 # dynamic scales only beyond max_position_embeddings, which is the longest text. mrope has three
 # positions a token, equal ones for text.
 _PLAIN_ROPES = ("default", "dynamic", "mrope")

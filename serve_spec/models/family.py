@@ -16,8 +16,10 @@ from serve_spec.models.loader import read_target
 from serve_spec.models.shape import (
     NUM_IDS_KEY,
     DecoderShape,
+    SizeCheck,
     check_size,
     check_sizes,
+    gate_size,
     layer_sizes,
 )
 from serve_spec.parallel.group import SINGLE, TensorParallel
@@ -51,6 +53,10 @@ class DecoderFamily:
         """Return which projections carry biases."""
         return Biases()
 
+    def norms_heads(self, config: Config) -> bool:
+        """Return whether queries and keys are normalised."""
+        return self.has_qk_norm
+
     def windows(self, config: Config, num_layers: int) -> tuple[int | None, ...]:
         """Return how many tokens each layer sees, as `DecoderShape.windows`."""
         return (None,) * num_layers
@@ -70,7 +76,7 @@ class DecoderFamily:
             mlp_bias=biases.mlp,
             num_layers=num_layers,
             vocab_size=positive_integer(config, "vocab_size"),
-            qk_norm=self.has_qk_norm,
+            qk_norm=self.norms_heads(config),
             windows=self.windows(config, num_layers),
             num_ids=positive_integer(config, NUM_IDS_KEY) if has_padding else None,
         )
@@ -90,12 +96,16 @@ class DecoderFamily:
         """Raise CheckpointError if a config claims more than its tensors hold."""
         shape = self.shape(config)
         check_size(shapes, directory, "model.embed_tokens.weight", "vocab_size", shape.vocab_size)
-        check_sizes(shape, shapes, directory, "model.")
+        check_sizes(shape, shapes, directory, "model.", self.mlp_sizes(config, shape))
         if not any(name.startswith(f"model.layers.{shape.num_layers - 1}.") for name in shapes):
             raise CheckpointError(
                 f"{directory}/config.json: num_hidden_layers={shape.num_layers}: missing "
                 f"model.layers.{shape.num_layers - 1}; correct config.json or fetch the right file"
             )
+
+    def mlp_sizes(self, config: Config, shape: DecoderShape) -> list[SizeCheck]:
+        """Return sizes of the MLPs for `check`, by names without `model.`."""
+        return [gate_size(shape)]
 
     def build(
         self,

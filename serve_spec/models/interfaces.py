@@ -34,7 +34,7 @@ class TargetSpec:
     `num_ids`: ids from here on pad the vocabulary and are never sampled; None: all are real.
     `max_position_embeddings`: the longest text, as scaled by the rope. `eos_token_ids`: of
     `config.json` and `generation_config.json`. `caches`: what each layer keeps of a token, on one
-    rank.
+    rank. `num_experts`: of a layer, of which `num_chosen_experts` compute a token; 0: dense layers.
     """
 
     vocab_size: int
@@ -44,6 +44,8 @@ class TargetSpec:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     caches: tuple[CacheSpec, ...]
+    num_experts: int = 0
+    num_chosen_experts: int = 0
 
     @property
     def window(self) -> int | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from serve_spec.config.checkpoint import Config, max_positions
 from serve_spec.core.caches import PagedCache
@@ -146,12 +146,31 @@ def layer_sizes(config: Config) -> dict[str, Any]:
     }
 
 
+class SizeCheck(NamedTuple):
+    """A tensor's name, and the key of config.json whose value is the size of one dimension."""
+
+    name: str
+    key: str
+    size: int
+    dim: int = 0
+
+
+def gate_size(shape: DecoderShape) -> SizeCheck:
+    """Return the check of the first layer's gated MLP."""
+    return SizeCheck("layers.0.mlp.gate_proj.weight", "intermediate_size", shape.intermediate_size)
+
+
 def check_sizes(
-    shape: DecoderShape, tensors: Mapping[str, tuple[int, ...]], directory: Path | str, prefix: str
+    shape: DecoderShape,
+    tensors: Mapping[str, tuple[int, ...]],
+    directory: Path | str,
+    prefix: str,
+    mlp: Iterable[SizeCheck],
 ) -> None:
     """Raise CheckpointError unless a layer's tensors have the sizes of config.json.
 
-    Called before memory is allocated. tensors: shapes by name. prefix: before `layers.0.` in names.
+    Called before memory is allocated. tensors: shapes by name. prefix: before `layers.` in names.
+    mlp: what else to check.
     """
     layer = f"{prefix}layers.0."
     heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -159,20 +178,26 @@ def check_sizes(
         ("self_attn.o_proj.weight", "hidden_size", shape.hidden_size),
         ("self_attn.q_proj.weight", "num_attention_heads * head_dim", heads),
         ("self_attn.k_proj.weight", "num_key_value_heads * head_dim", kv_heads),
-        ("mlp.gate_proj.weight", "intermediate_size", shape.intermediate_size),
     ):
         check_size(tensors, directory, layer + name, key, size)
+    for check in mlp:
+        check_size(tensors, directory, prefix + check.name, *check[1:])
 
 
 def check_size(
-    tensors: Mapping[str, tuple[int, ...]], directory: Path | str, name: str, key: str, size: int
+    tensors: Mapping[str, tuple[int, ...]],
+    directory: Path | str,
+    name: str,
+    key: str,
+    size: int,
+    dim: int = 0,
 ) -> None:
-    """Raise CheckpointError unless the tensor exists, with as many rows as config.json says."""
+    """Raise CheckpointError unless the tensor exists, with the size of config.json along `dim`."""
     if name not in tensors:
         fix = "the files are incomplete or config.json describes another model"
         raise CheckpointError(f"{directory}: missing {name}; {fix}")
     found = list(tensors[name])
-    expected = [size, *found[1:]]
+    expected = [*found[:dim], size, *found[dim + 1 :]]
     if found != expected:
         raise CheckpointError(
             f"{directory}/config.json: {key}={size}: tensor {name} is {found}, expected "

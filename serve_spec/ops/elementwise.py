@@ -29,6 +29,14 @@ def embed(
     return found.masked_fill(is_other.unsqueeze(1), 0.0).to(dtype or weight.dtype)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """Return 1 / (1 + exp(-x)).
+
+    On CPUs torch's own sigmoid rounds the last few numbers of a tensor otherwise than the rest.
+    """
+    return (1 + x.neg().exp()).reciprocal()
+
+
 @has_kernel
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """Return x / sqrt(mean(x²) + eps) · weight, in float32, rounded once to x's dtype.

@@ -20,8 +20,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from serve_spec.engine.tokenizer import BYTE_CHARACTERS
+from tests.helpers import mixtures
 
-FAMILIES = ("llama2", "llama3", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama2", "llama3", "mistral", "qwen2", "qwen3", *mixtures.ARCHITECTURES)
 BOS_ID, EOS_ID, PAD_ID = 256, 257, 258
 VOCAB = 288
 _ARCHITECTURE = {
@@ -30,6 +31,7 @@ _ARCHITECTURE = {
     "mistral": ("MistralForCausalLM", "mistral"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    **mixtures.ARCHITECTURES,
 }
 _CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -93,6 +95,8 @@ def target_config(family, hidden, layers, vocab):
         "qwen2": {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": layers},
         "qwen3": {"head_dim": 32, "attention_bias": False, "use_sliding_window": False},
     }
+    if family in mixtures.ARCHITECTURES:
+        return {**config, **mixtures.mixture_config(family, hidden)}
     return {**config, **extra[family]}
 
 
@@ -107,15 +111,19 @@ def target_tensors(config, seed, layer_scale):
     for index in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{index}."
         tensors |= _layer(draw, config, prefix, hidden, layer_scale)
+        if family in mixtures.ARCHITECTURES:
+            _add_experts(tensors, draw, config, index, layer_scale)
         tensors[prefix + "input_layernorm.weight"] = draw.norm(hidden)
-        if family == "qwen2" or config.get("attention_bias"):
+        if family in ("qwen2", "qwen2_moe") or config.get("attention_bias"):
             tensors |= _qkv_bias(draw, config, prefix)
-        if config.get("attention_bias"):
+        if config.get("attention_bias") and family != "glm4_moe":
             tensors[prefix + "self_attn.o_proj.bias"] = draw.matrix(1, hidden)[0]
         if config.get("mlp_bias"):
             for name, width in (("gate", 2 * hidden), ("up", 2 * hidden), ("down", hidden)):
                 tensors[f"{prefix}mlp.{name}_proj.bias"] = draw.matrix(1, width)[0]
-        if family == "qwen3":
+        if family == "gpt_oss":
+            tensors[prefix + "self_attn.sinks"] = draw.matrix(1, config["num_attention_heads"])[0]
+        if family in ("qwen3", "qwen3_moe") or config.get("use_qk_norm"):
             head_dim = _head_dim(config)
             tensors[prefix + "self_attn.q_norm.weight"] = draw.norm(head_dim)
             tensors[prefix + "self_attn.k_norm.weight"] = draw.norm(head_dim)
@@ -317,6 +325,16 @@ def _layer(draw, config, prefix, qkv_inputs, scale):
         "post_attention_layernorm.weight": draw.norm(hidden),
     }
     return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def _add_experts(tensors, draw, config, index, scale):
+    """Replaces the MLP of a layer by experts, if it has some."""
+    prefix = f"model.layers.{index}."
+    experts = mixtures.mixture_mlp(draw, config, index, scale)
+    if experts is not None:
+        for name in ("gate", "up", "down"):
+            del tensors[f"{prefix}mlp.{name}_proj.weight"]
+        tensors |= {prefix + name: tensor for name, tensor in experts.items()}
 
 
 def _qkv_bias(draw, config, prefix):

@@ -35,9 +35,9 @@ LOGPROB_TOLERANCE = 3e-4
 # Checkpoints. All weights come from fixed seeds.
 
 
-def make_checkpoints(root):
+def make_checkpoints(root, family="qwen3"):
     """Write a random target and a draft of every kind, each right about some tokens."""
-    target = make_target(root / "target", family="qwen3", layers=4, layer_scale=0.25)
+    target = make_target(root / "target", family=family, layers=4, layer_scale=0.25)
     config, tensors = read_checkpoint(target)
     tensors["lm_head.weight"] *= 2  # so that sampled texts repeat themselves, too
     write_checkpoint(target, config, tensors)
@@ -131,12 +131,12 @@ DRAFTING_ROWS = [
 ]
 
 
-def llm_maker(root, device="cpu", drafts=()):
+def llm_maker(root, device="cpu", drafts=(), family="qwen3"):
     """Return a function that builds an engine for a row, which checks itself after every step.
 
-    drafts: (algorithm, folder) of drafts beside those of `make_checkpoints`.
+    drafts: (algorithm, folder) of drafts beside those of `make_checkpoints`. family: the target's.
     """
-    pair = make_checkpoints(root)
+    pair = make_checkpoints(root, family)
     pair.heads.update(drafts)
     return maker_of(pair, device)
 

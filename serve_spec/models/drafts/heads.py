@@ -13,7 +13,7 @@ from serve_spec.layers.vocabulary import Embedding
 from serve_spec.models.config import positive_integer
 from serve_spec.models.drafts.base import DraftFile, DraftOptions, Facts
 from serve_spec.models.interfaces import Target
-from serve_spec.models.shape import DecoderShape, check_sizes, layer_sizes
+from serve_spec.models.shape import DecoderShape, check_sizes, gate_size, layer_sizes
 from serve_spec.models.weights import Checkpoint
 
 EMBEDDING, LM_HEAD, FC = "embed_tokens.weight", "lm_head.weight", "fc.weight"
@@ -69,7 +69,7 @@ def layer_shape(file: DraftFile, target: Target | None, options: DraftOptions) -
     if options.rope_theta is not None:
         shape = replace(shape, rope_theta=options.rope_theta)
     if not file.is_dummy:
-        check_sizes(shape, file.shapes, file.path, "")
+        check_sizes(shape, file.shapes, file.path, "", [gate_size(shape)])
     return shape
 
 

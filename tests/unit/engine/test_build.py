@@ -416,7 +416,13 @@ def test_the_draft_format_of_a_gpu_on_another_machine_is_left_open():
 def test_speculation_that_is_off_is_told_with_what_to_try(target):
     values = resolved_values(ServeSpecConfig.load(str(target), load_format="dummy", device="cpu"))
     assert values["speculation"] == "off: no draft; try --speculative-algorithm NGRAM"
-    assert "depths" not in values
+    assert not {"depths", "experts"} & values.keys()
+
+
+def test_the_experts_of_a_mixture_are_told(tmp_path):
+    folder = make_target(tmp_path, "qwen3_moe", hidden=32, layers=2)
+    values = resolved_values(ServeSpecConfig.load(str(folder), device="cpu"))
+    assert values["experts"] == "2 of 6 for every token"
 
 
 def test_every_rank_has_its_part_of_the_same_dummy_weights(target):

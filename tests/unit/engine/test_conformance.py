@@ -28,6 +28,7 @@ from tests.helpers.table import (
     PLAIN,
     TREE_TOKENS,
     Request,
+    Row,
     as_texts,
     compare,
     llm_maker,
@@ -328,9 +329,9 @@ def make(tmp_path_factory):
     return table_maker(tmp_path_factory, "cpu")
 
 
-def table_maker(factory, device, drafts=()):
-    """Return a function that builds the engines of the table. drafts: see `llm_maker`."""
-    make = llm_maker(factory.mktemp("conformance"), device, drafts)
+def table_maker(factory, device, drafts=(), family="qwen3"):
+    """Return a function that builds the engines of the table. drafts, family: see `llm_maker`."""
+    make = llm_maker(factory.mktemp("conformance"), device, drafts, family)
     return lambda row, **keys: make(row, **{"max_model_len": MAX_MODEL_LEN, **keys})
 
 
@@ -373,6 +374,19 @@ def cells(events, *, is_full=True):
 def test_answers_are_those_of_plain_decoding_alone(make, alone, row, event):
     answers = EVENTS[event](make, row)
     check(answers, alone, row, event)
+
+
+MIXTURES = [
+    ("qwen3_moe", Row("NGRAM"), "none"),
+    ("qwen3_moe", Row("EAGLE3"), "late"),
+    ("gpt_oss", Row("EAGLE3"), "chunks"),
+]
+
+
+@pytest.mark.parametrize(("family", "row", "event"), MIXTURES)
+def test_mixtures_of_experts_answer_as_plain_decoding_alone(tmp_path_factory, family, row, event):
+    make = table_maker(tmp_path_factory, "cpu", family=family)
+    check(EVENTS[event](make, row), decode_alone(make), row, event)
 
 
 def check(answers, alone, row, event, *, tolerance=5e-5, tree_tokens=TREE_TOKENS, ranks=0.0):

@@ -64,6 +64,25 @@ CASES = {
         },
     ),
     "qwen3": ("qwen3", {}),
+    "mixtral": ("mixtral", {}),
+    "mixtral_window": ("mixtral", {"sliding_window": 7, "num_experts_per_tok": 3}),
+    "qwen2_moe": ("qwen2_moe", {"mlp_only_layers": [1]}),
+    "qwen2_moe_sparse_step": ("qwen2_moe", {"decoder_sparse_step": 2, "norm_topk_prob": True}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe_of_all": ("qwen3_moe", {"norm_topk_prob": False, "attention_bias": True}),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe_plain": (
+        "glm4_moe",
+        {
+            "first_k_dense_replace": 0,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "attention_bias": False,
+            "use_qk_norm": False,
+        },
+    ),
+    "gpt_oss": ("gpt_oss", {}),
 }
 
 

@@ -13,9 +13,10 @@ from serve_spec.layers.vocabulary import vocab_embedding, vocab_head
 from serve_spec.models.drafts.loader import load_draft
 from serve_spec.models.family import read_shape
 from serve_spec.models.interfaces import FeatureCapture
-from serve_spec.models.loader import load_target
+from serve_spec.models.loader import load_target, read_spec
 from serve_spec.parallel.group import SINGLE
 from tests.helpers.checkpoints import make_eagle, make_eagle3, make_mtp, make_target
+from tests.helpers.mixtures import ARCHITECTURES
 from tests.helpers.paged import PagedSequences
 from tests.helpers.ranks import on_ranks
 from tests.helpers.table import make_medusa
@@ -27,6 +28,7 @@ CASES = {
     "biases": ("llama3", {"num_key_value_heads": 4, "attention_bias": True}),
     "qwen3": ("qwen3", {"num_key_value_heads": 4}),
     "odd vocabulary": ("mistral", {"num_key_value_heads": 4, "vocab": 261}),
+    **{name: (name, {"num_key_value_heads": 4}) for name in ARCHITECTURES},
 }
 
 
@@ -138,6 +140,21 @@ def test_sizes_that_ranks_do_not_divide_are_refused_by_name(tmp_path, size, conf
     shape = read_shape(make_target(tmp_path, hidden=32, **config))
     with pytest.raises(CheckpointError, match=rf"tensor_parallel_size={size}.*{uneven}"):
         shape.on_rank_of(size)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "uneven"),
+    [
+        ("qwen3_moe", {"moe_intermediate_size": 15}, "moe_intermediate_size=15 "),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 33}, "shared_expert=33 "),
+        ("glm4_moe", {"intermediate_size": 63}, "intermediate_size=63 "),
+    ],
+)
+def test_experts_that_ranks_do_not_divide_are_refused_by_name(tmp_path, family, config, uneven):
+    folder = make_target(tmp_path, family, hidden=32, layers=2, **config)
+    with pytest.raises(CheckpointError, match=f"tensor_parallel_size=2 does not divide {uneven}"):
+        read_spec(folder, 2)
+    read_spec(folder, 1)
 
 
 def test_a_shard_of_another_shape_is_refused_as_the_whole_would_be(tmp_path):

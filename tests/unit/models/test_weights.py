@@ -125,6 +125,40 @@ def test_absurd_sizes_of_a_config_are_refused_by_key_before_memory_is_taken(made
     assert expected in message
 
 
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("mixtral", "num_local_experts"),
+        ("mixtral", "intermediate_size"),
+        ("qwen3_moe", "moe_intermediate_size"),
+        ("glm4_moe", "n_routed_experts"),
+        ("glm4_moe", "intermediate_size"),
+        ("gpt_oss", "intermediate_size"),
+    ],
+)
+def test_other_sizes_of_experts_are_refused_by_key_before_memory_is_taken(tmp_path, family, key):
+    folder = make_target(tmp_path, family, hidden=32, layers=2)
+    rewrite(folder, lambda t: None, **{key: 3072})
+    message = refusal(folder)
+    assert f"{folder}/config.json: {key}=3072: tensor model.layers." in message
+    assert "expected [" in message
+
+
+def test_an_expert_that_is_missing_is_refused_by_name(tmp_path):
+    folder = make_target(tmp_path, "qwen3_moe", hidden=32, layers=2)
+    name = "model.layers.1.mlp.experts.4.up_proj.weight"
+    rewrite(folder, lambda t: t.pop(name))
+    assert f"missing {name}" in refusal(folder)
+
+
+def test_layers_for_multi_token_prediction_are_left_out(tmp_path):
+    folder = make_target(tmp_path, "glm4_moe", hidden=32, layers=2)
+    expected = logits(load_target(folder, torch.float32))
+    extra = {f"model.layers.2.{name}.weight": torch.ones(8, 8) for name in ("eh_proj", "enorm")}
+    rewrite(folder, lambda t: t.update(extra))
+    assert torch.equal(logits(load_target(folder, torch.float32)), expected)
+
+
 def test_a_model_of_many_positions_may_be_used_for_fewer(made):
     rewrite(made, lambda t: None, max_position_embeddings=10**9)
     assert load_target(made, torch.float32, max_model_len=64).max_model_len == 64
@@ -343,6 +377,21 @@ def test_stop_tokens_of_both_files_are_joined(tmp_path):
             ["fmt='e5m2'"],
         ),
         ("qwen3", {"layer_types": ["linear_attention"] * 4}, ["layer_types", "linear_attention"]),
+        (
+            "qwen3_moe",
+            {"quantization_config": {"quant_method": "fp8"}},
+            ["quant_method='fp8'", "experts", "bfloat16"],
+        ),
+        ("qwen3_moe", {"use_sliding_window": True}, ["use_sliding_window=true", "set false"]),
+        ("qwen2_moe", {"num_experts": 0}, ["num_experts is 0"]),
+        ("qwen2_moe", {"num_experts": 10**9}, ["num_experts=1000000000", "4096"]),
+        ("qwen2_moe", {"mlp_only_layers": 3}, ["mlp_only_layers is 3"]),
+        ("mixtral", {"num_experts_per_tok": 7}, ["num_experts_per_tok=7", "num_local_experts=6"]),
+        ("glm4_moe", {"scoring_func": "softmax"}, ["scoring_func='softmax'", "sigmoid"]),
+        ("glm4_moe", {"n_group": 4}, ["n_group=4", "topk_group=2", "6 experts"]),
+        ("glm4_moe", {"first_k_dense_replace": "one"}, ["first_k_dense_replace is 'one'"]),
+        ("glm4_moe", {"partial_rotary_factor": 2}, ["partial_rotary_factor=2"]),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, ["quant_method='mxfp4'"]),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(family, changes, words):
