@@ -33,6 +33,7 @@ from serve_spec.models.drafts.base import DraftFile
 from serve_spec.models.drafts.checkpoint import open_draft
 from serve_spec.models.drafts.features import capture_layers
 from serve_spec.models.family import read_shape
+from serve_spec.models.loader import read_spec
 from serve_spec.models.shape import NUM_IDS_KEY, DecoderShape
 
 # Files of a target beside its config and weights.
@@ -84,8 +85,12 @@ def expand_target(recipe: Expansion, directory: Path) -> None:
     source = expansion.find_base(recipe.base, Path.cwd())
     shape = read_shape(source)
     base = read_json(source / "config.json")
-    for key, what in (("text_config", "multimodal models"), (MTP_KEY, "models with drafts")):
-        if base.get(key):
+    for is_one, what in (
+        (base.get("text_config"), "multimodal models"),
+        (base.get(MTP_KEY), "models with drafts"),
+        (read_spec(source).num_experts, "mixtures of experts"),
+    ):
+        if is_one:
             raise CheckpointError(f"{source}: {what} are not expanded; use another model")
     _check(recipe, shape.vocab_size)
     assert recipe.num_layers is not None, "a target has a number of layers"

@@ -68,8 +68,8 @@ Quantized weights are multiplied by activations of `dtype`; scales of static act
 and not used. FP8 and INT8 stay in memory as they are on GPUs of compute capability 8.9 or newer,
 INT4 on all GPUs in bfloat16 or float16; elsewhere they become floats when they are loaded. INT4
 with columns ordered by activations (`desc_act`, `actorder`) is for one GPU. Modules that the config
-leaves out are floats, and so are tied output matrices. A KV cache in FP8, FP4 and sparse formats are
-refused by name.
+leaves out are floats, and so are tied output matrices. A KV cache in FP8, FP4 and sparse formats
+are refused by name.
 """
 
 

@@ -43,9 +43,12 @@ class _RandomFile(BuiltFile):
         if not destination.dtype.is_floating_point:
             why = f"tensor {name} is of {destination.dtype}"
             raise CheckpointError(f"load_format='dummy': {why}; use a checkpoint of floats or fp8")
-        eight_bits = destination.dtype not in FLOATS
-        floats = destination.to(torch.float32) if eight_bits else destination
         generator = torch.Generator(destination.device).manual_seed(zlib.crc32(name.encode()))
-        floats.normal_(0.0, destination.shape[1] ** -0.5, generator=generator)
-        if eight_bits:
-            destination.copy_(floats)
+        drawn = destination
+        if destination.dtype not in FLOATS:  # of eight bits
+            drawn = torch.empty(destination.shape, dtype=torch.float32, device=destination.device)
+        elif not destination.is_contiguous():  # it would take the noise in another order
+            drawn = torch.empty_like(destination, memory_format=torch.contiguous_format)
+        drawn.normal_(0.0, destination.shape[1] ** -0.5, generator=generator)
+        if drawn is not destination:
+            destination.copy_(drawn)

@@ -425,11 +425,13 @@ def test_the_experts_of_a_mixture_are_told(tmp_path):
     assert values["experts"] == "2 of 6 for every token"
 
 
-def test_every_rank_has_its_part_of_the_same_dummy_weights(target):
+@pytest.mark.parametrize("family", ["llama3", "gpt_oss"])
+def test_every_rank_has_its_part_of_the_same_dummy_weights(tmp_path, family):
+    folder = make_target(tmp_path, family, layers=2, hidden=32)
     ids = torch.arange(20)
 
     def run(parallel):
-        model = load_target(target, torch.float32, parallel=parallel, load_format="dummy")
+        model = load_target(folder, torch.float32, parallel=parallel, load_format="dummy")
         return run_text(model, ids)[0]
 
     whole = run(SINGLE)

@@ -309,6 +309,9 @@ def test_a_base_that_is_missing_or_an_expansion_is_refused(tmp_path, target_dir)
         widen(tmp_path / "large", tmp_path / "larger")
     with refused(r"holds weights \(model\.safetensors\)"):
         widen(target_dir, target_dir)
+    mixture = make_target(tmp_path / "mixture", "mixtral", layers=2, hidden=32)
+    with refused("mixtures of experts are not expanded"):
+        widen(mixture, tmp_path / "larger")
     recipe = json.loads((tmp_path / "large" / "expansion.json").read_text())
     (tmp_path / "large" / "expansion.json").write_text(json.dumps({**recipe, "base": "gone"}))
     with refused("nothing at"):
