@@ -78,6 +78,8 @@ class Router:
 
 
 _LEAST_SUM = 1e-20
+# Rows of grouped products begin at multiples of 16 bytes.
+_GROUPED_MULTIPLE = 8
 
 
 class Gate(Layer):
@@ -162,7 +164,7 @@ class Experts(Layer):
         self.down: Tensor = parameter(num_experts, hidden_size, intermediate_size)
         self.gate_up_bias: Tensor | None = None
         self.down_bias: Tensor | None = None
-        check_device(self.gate_up)
+        check_device(self.down)
         self._num_experts = num_experts
         # Set by `finish` on CPUs, in place of the stacks: the matrices of every expert.
         self._matrices: list[tuple[WeightFormat, WeightFormat]] = []
@@ -254,17 +256,22 @@ def _finished(weight: Tensor, biases: Tensor | None, index: int) -> WeightFormat
     return plain.finish()
 
 
-def check_device(weight: Tensor) -> None:
-    """Raise CheckpointError unless `grouped_mm` multiplies floats such as `weight` on its device.
+def check_device(down: Tensor) -> None:
+    """Raise CheckpointError unless `grouped_mm` multiplies by `down` [E, H, I] on its device.
 
-    Elsewhere torch falls back to a loop that waits for the device.
+    Elsewhere torch refuses, or falls back to a loop that waits for the device.
     """
-    if weight.device.type != "cuda":
+    if down.device.type != "cuda":
         return
-    if weight.dtype != torch.bfloat16:
-        name = str(weight.dtype).removeprefix("torch.")
+    if down.dtype != torch.bfloat16:
+        name = str(down.dtype).removeprefix("torch.")
         why = f"dtype={name}: experts on GPUs are multiplied in bfloat16"
         raise CheckpointError(f"{why}; set dtype: bfloat16")
-    if torch.cuda.get_device_capability(weight.device) < (9, 0):
+    if torch.cuda.get_device_capability(down.device) < (9, 0):
         why = "device=cuda: experts need compute capability 9.0 (Hopper) or later"
         raise CheckpointError(f"{why}; use such a GPU, or a target without experts")
+    uneven = [size for size in down.shape[1:] if size % _GROUPED_MULTIPLE]
+    if uneven:
+        need = f"GPUs need multiples of {_GROUPED_MULTIPLE}"
+        why = f"experts have {uneven[0]} columns on a rank: {need}"
+        raise CheckpointError(f"{why}; use another tensor_parallel_size")

@@ -105,17 +105,20 @@ def test_only_the_best_groups_are_chosen_from_and_the_correction_does_not_weigh(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "capability", "words"),
+    ("dtype", "capability", "width", "words"),
     [
-        (torch.float16, (9, 0), r"dtype=float16: .*set dtype: bfloat16"),
-        (torch.bfloat16, (8, 0), r"device=cuda: .*9\.0"),
+        (torch.float16, (9, 0), 32, r"dtype=float16: .*set dtype: bfloat16"),
+        (torch.bfloat16, (8, 0), 32, r"device=cuda: .*9\.0"),
+        (torch.bfloat16, (9, 0), 36, r"36 columns on a rank: .* 8; use another tensor_parallel"),
     ],
 )
-def test_gpus_and_dtypes_without_grouped_products_are_refused(
-    monkeypatch, dtype, capability, words
+def test_what_a_gpu_cannot_multiply_in_groups_is_refused(
+    monkeypatch, dtype, capability, width, words
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    weight = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
+    weight = SimpleNamespace(
+        device=torch.device("cuda"), dtype=dtype, shape=(NUM_EXPERTS, 64, width)
+    )
     with pytest.raises(CheckpointError, match=words):
         check_device(weight)
 
