@@ -48,11 +48,14 @@ class Glm4MoeFamily(MixtureFamily):
         groups = positive_integer(config, "n_group", 1)
         kept = positive_integer(config, "topk_group", 1)
         experts = positive_integer(config, self.experts_key(config))
-        if kept > groups or experts % groups or (groups > 1 and experts < 2 * groups):
-            why = f"n_group={groups} and topk_group={kept} do not fit {experts} experts"
+        num_chosen = positive_integer(config, "num_experts_per_tok")
+        size, rest = divmod(experts, groups)
+        if rest or kept > groups or num_chosen > kept * size or (groups > 1 and size < 2):
+            what = f"n_group={groups} and topk_group={kept}"
+            why = f"{what} do not fit {num_chosen} chosen of {experts} experts"
             raise wrong(f"{why}; correct config.json")
         return Router(
-            positive_integer(config, "num_experts_per_tok"),
+            num_chosen,
             is_sigmoid=True,
             renormalises=bool(config.get("norm_topk_prob", True)),
             scale=float(config.get("routed_scaling_factor", 1.0)),
