@@ -109,11 +109,9 @@ class Gate(Layer):
 
     def forward(self, x: Tensor) -> Routing:
         """Return the experts of every token of x [T, H]."""
-        logits = self.product(x)
-        routing = self._router.choose(logits[:, : self._num_experts], self.correction)
-        if logits.shape[1] == self._num_experts:
-            return routing
-        return routing._replace(shared=sigmoid(logits[:, self._num_experts :]))
+        logits, *shared = self.product(x).split(self._num_experts, dim=1)
+        routing = self._router.choose(logits, self.correction)
+        return routing._replace(shared=sigmoid(shared[0])) if shared else routing
 
     __call__ = forward
 
@@ -181,10 +179,11 @@ class Experts(Layer):
         else:
             results = torch.cat([*self._by_expert(rows, ends.tolist())])
         results = torch.empty_like(results).index_copy(0, order, results)
-        results = results.view(num_tokens, num_chosen, -1)
-        total = results[:, 0] * routing.weights[:, :1]
-        for index in range(1, num_chosen):
-            total = total + results[:, index] * routing.weights[:, index : index + 1]
+        by_rank = results.view(num_tokens, num_chosen, -1).unbind(1)
+        first, *others = zip(by_rank, routing.weights.split(1, dim=1), strict=True)
+        total: Tensor = first[0] * first[1]
+        for result, weight in others:
+            total = total + result * weight
         return total
 
     __call__ = forward

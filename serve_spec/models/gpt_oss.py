@@ -43,9 +43,10 @@ class GptOssExperts(Experts):
 
     def activate(self, gate_up: Tensor) -> Tensor:
         """Return what enters the second product: [S, 2·I] -> [S, I]."""
-        gate = gate_up[:, ::2].clamp(max=self._limit)
-        up = gate_up[:, 1::2].clamp(-self._limit, self._limit)
-        return (up + 1) * (gate * sigmoid(gate * self._gain))
+        gate, up = gate_up.unflatten(-1, (-1, 2)).unbind(-1)
+        gate, up = gate.clamp(max=self._limit), up.clamp(-self._limit, self._limit)
+        activated: Tensor = (up + 1) * (gate * sigmoid(gate * self._gain))
+        return activated
 
     def tensors(self) -> dict[str, Destination]:
         """Return both stacks and their biases, as the checkpoint orders their dimensions."""
