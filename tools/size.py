@@ -19,7 +19,7 @@ PUBLIC_NAMES = {
     "core": 71,
     "engine": 18,
     "kvcache": 9,
-    "layers": 32,
+    "layers": 38,
     "models": 22,
     "ops": 77,
     "parallel": 11,

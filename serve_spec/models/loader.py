@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from serve_spec.config.base import ConfigError
 from serve_spec.config.checkpoint import text_config
 from serve_spec.config.engine import MAX_POSITIONS
 from serve_spec.core.context import torch_dtype
@@ -154,7 +155,7 @@ def quantized_formats(
 ) -> Formats | None:
     """Return the formats for `model.quantization`; None: those of the checkpoint.
 
-    device: None is any. Raises ValueError: the checkpoint is stored otherwise, or the device lacks
+    device: None is any. Raises ConfigError: the checkpoint is stored otherwise, or the device lacks
     such products.
     """
     own = (read_target(path)[1].get("quantization_config") or {}).get("quant_method")
@@ -162,10 +163,10 @@ def quantized_formats(
         return None
     if own is not None or name != "fp8":
         stored = "is not quantized" if own is None else f"has quant_method {own!r}"
-        raise ValueError(f"quantization={name!r}: the checkpoint {stored}; leave it out")
+        raise ConfigError(f"quantization={name!r}: the checkpoint {stored}; leave it out")
     if device is not None and not converts_fp8(device):
         why = f"only GPUs of compute capability 8.9 or newer are supported, and this is {device}"
-        raise ValueError(f"quantization='fp8': {why}; leave it out")
+        raise ConfigError(f"quantization='fp8': {why}; leave it out")
     return Fp8OnLoadFormats()
 
 

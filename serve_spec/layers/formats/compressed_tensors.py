@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, Literal, TypeAlias, get_args
 
 from serve_spec.core.registry import import_object
@@ -134,7 +133,7 @@ def _read_group(name: str, group: Mapping[str, Any], form: object) -> WeightArgs
         raise refused(f"{key}.output_activations", group["output_activations"])
     if weights is None:
         return None
-    if form not in _PLACES or find_spec(_PLACES[form].partition(":")[0]) is None:
+    if form not in _PLACES:
         raise refused("format", form)
     if not isinstance(weights, Mapping):
         raise refused(f"{key}.weights", weights, "no scheme")

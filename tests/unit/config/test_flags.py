@@ -155,7 +155,7 @@ def test_a_configuration_file_may_be_given_with_another_model(tmp_path):
         ("asset:tiny --max-running-requests 0", "--max-running-requests=0: "),
         ("asset:tiny --max-model-len many", "--max-model-len='many': "),
         ("asset:tiny --dtype float8", "--dtype='float8': "),
-        ("asset:tiny --quantization awq", "--quantization='awq': input should be 'auto', 'fp8'"),
+        ("asset:tiny --quantization nf4", "--quantization='nf4': input should be 'auto', 'fp8'"),
         ("asset:tiny --kv-cache-dtype fp8", "--kv-cache-dtype='fp8': not supported"),
         (
             "asset:tiny --attention-backend flashinfer",

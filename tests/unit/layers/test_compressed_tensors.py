@@ -18,12 +18,8 @@ Q_PROJ = "model.layers.3.self_attn.q_proj"
 def two_formats(monkeypatch):
     """Formats whose modules exist."""
     place = "serve_spec.layers.formats.plain:PlainWeight"
-    places = {"pack-quantized": place, "float-quantized": place, "int-quantized": "no.where:x"}
+    places = {"pack-quantized": place, "float-quantized": place}
     monkeypatch.setattr(compressed_tensors, "_PLACES", places)
-    found = compressed_tensors.find_spec
-    monkeypatch.setattr(
-        compressed_tensors, "find_spec", lambda name: None if name == "no.where" else found(name)
-    )
 
 
 def group(weights=ROWS, targets=("Linear",), **more):
