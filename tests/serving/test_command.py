@@ -180,7 +180,7 @@ def test_a_checkpoint_that_cannot_be_used_ends_the_command_with_one_line(
     (broken / "model-00003-of-00005.safetensors").unlink()
     for arguments, named in (
         ([str(broken)], "model-00003-of-00005.safetensors"),
-        ([str(config_file), "--max-model-len", "100k"], "max_model_len=100000 is more"),
+        ([str(config_file), "--max-model-len", "100k"], "max-model-len=100000 is more"),
         ([str(config_file), "--tp", "3"], "tensor_parallel_size"),
         ([*EAGLE, "--speculative-draft-model-path", "asset:tiny/eagle3"], "set it to 'EAGLE3'"),
     ):

@@ -71,9 +71,9 @@ def test_figures_of_the_fleet_are_metrics_once_they_are_known(clocks):
 
     names, _ = exported()
     assert names == {"replicas", "accept_length_tokens"}
-    report(actor, "a", **PAIR, counters={"decode_rows": 4, "decode_tokens": 10})
+    report(actor, "a", **PAIR, counters={"decode_rows": 4, "correct_drafts": 6})
     clocks.now_s += 16
-    report(actor, "b", **PAIR, counters={"decode_rows": 2, "decode_tokens": 3},
+    report(actor, "b", **PAIR, counters={"decode_rows": 2, "correct_drafts": 1},
            speculation={"effective_speedup": 1.5, "window": {"busy_s": 1.0}})  # fmt: skip
     _, found = exported()
     assert found == {
