@@ -70,16 +70,11 @@ class PromptLoad:
             self._ended *= math.exp(-num / 32.0)
             self._ended += record.num_ended_prompt_tokens, record.num_ended_tokens, num
 
-    def load(self, work: Work, chunk: float | None = None) -> Load:
-        """Return the load of a batch whose plain rounds are `work`.
-
-        chunk: of rounds to come; None: as lately.
-        """
+    def load(self, work: Work) -> Load:
+        """Return the load of a batch whose plain rounds are `work`."""
         prompt, emitted, num = map(float, self._ended)
         tokens, pairs, rounds = map(float, self._chunks)
-        if chunk is None:
-            chunk = tokens / max(rounds, 1.0)
-        of_one = prompt / max(num, 1.0)
+        chunk, of_one = tokens / max(rounds, 1.0), prompt / max(num, 1.0)
         return Load(work, prompt / max(emitted, 1.0), chunk, of_one, pairs / max(tokens, 1.0))
 
     def state(self) -> State:

@@ -49,13 +49,7 @@ _MOST_PHASES = 1000
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark or read an old result; return 1 if texts differ unexpectedly."""
-    if args.from_json is not None:
-        records: list[report.Record] = list(report.read_records(args.from_json, "adaptive"))
-    else:
-        records = []
-        for record in _measured(args):
-            records.append(record)
-            report.append_record(args.json, record)
+    records = report.records_of(args, "adaptive", _measured)
     result = summary(records)
     report.show(tables(result), result)
     if args.plot is not None:

@@ -67,14 +67,7 @@ class Chunk:
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark or read an old result; return 1 if texts differ unexpectedly."""
-    if args.from_json is not None:
-        records: list[report.Record] = list(report.read_records(args.from_json, "mixed"))
-    else:
-        records = []
-        for record in _measured(args):
-            records.append(record)
-            report.append_record(args.json, record)
-    head, *measurements = records
+    head, *measurements = report.records_of(args, "mixed", _measured)
     report.show(tables(head, measurements), head)
     if args.plot is not None:
         plot(head, measurements, args.plot)

@@ -14,7 +14,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -81,6 +81,21 @@ def print_record(path: Path | None, **record: object) -> None:
     """Print a record as a JSON line and append it to the file, if there is one."""
     print(json.dumps(record), flush=True)
     append_record(path, record)
+
+
+def records_of(
+    args: argparse.Namespace,
+    bench: str,
+    measured: Callable[[argparse.Namespace], Iterable[Record]],
+) -> list[Record]:
+    """Return the records of --from-json, or measure them and append each to --json."""
+    if args.from_json is not None:
+        return list(read_records(args.from_json, bench))
+    records = []
+    for record in measured(args):
+        records.append(record)
+        append_record(args.json, record)
+    return records
 
 
 def read_records(path: Path, bench: str) -> list[dict[str, Any]]:

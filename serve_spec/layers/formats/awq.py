@@ -13,9 +13,14 @@ from torch import Tensor
 
 from serve_spec.layers.formats.base import Formats, Matrix, WeightFormat
 from serve_spec.layers.formats.choices import PLAIN
-from serve_spec.layers.formats.grouped_int4 import WORD, Groups, StoredInt4, nibbles, read_groups
+from serve_spec.layers.formats.grouped_int4 import (
+    WORD,
+    Groups,
+    TransposedInt4,
+    nibbles,
+    read_groups,
+)
 from serve_spec.layers.formats.settings import common, is_inside, refused, strings
-from serve_spec.layers.module import Destination
 
 # Where the bits of each of eight neighbouring columns are in a word: the kernel takes even ones
 # from its lower half.
@@ -24,7 +29,7 @@ _PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 _SKIPPED = "modules_to_not_convert"
 
 
-class AwqWeight(StoredInt4):
+class AwqWeight(TransposedInt4):
     """Words along rows, of a transposed matrix.
 
     `qweight` int32 [K, N / 8], `qzeros` int32 [G, N / 8], `scales` [G, N].
@@ -37,13 +42,6 @@ class AwqWeight(StoredInt4):
         self.codes = torch.zeros(columns, rows // WORD, dtype=torch.int32)
         self.zeros: Tensor = torch.zeros(self.num_groups, rows // WORD, dtype=torch.int32)
         self.scale = torch.zeros(self.num_groups, rows, dtype=torch.float32)
-
-    def tensors(self) -> Mapping[str, Destination]:
-        """See `WeightFormat`."""
-        tensors = self.matrix.destinations(".qweight", self.codes, rows=1, columns=0)
-        tensors |= self.group_destinations(".qzeros", self.zeros, 1, 0)
-        tensors |= self.group_destinations(".scales", self.scale, 1, 0)
-        return tensors | self.common_tensors()
 
     def unpacked(self) -> tuple[Tensor, Tensor, Tensor]:
         """See `StoredInt4`."""

@@ -16,13 +16,12 @@ from serve_spec.layers.formats.choices import PLAIN
 from serve_spec.layers.formats.grouped_int4 import (
     WORD,
     Groups,
-    StoredInt4,
+    TransposedInt4,
     nibbles,
     read_groups,
     shared_groups,
 )
 from serve_spec.layers.formats.settings import common, is_inside, refused
-from serve_spec.layers.module import Destination
 
 # What a file's zero points lack, by `checkpoint_format`.
 _ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
@@ -35,7 +34,7 @@ _FIXED_KEYS: Mapping[str, tuple[object, ...]] = {
 }
 
 
-class GptqWeight(StoredInt4):
+class GptqWeight(TransposedInt4):
     """Words along columns, and those of zero points along rows, of a transposed matrix.
 
     `qweight` int32 [K / 8, N], `qzeros` int32 [G, N / 8], `scales` [G, N], `g_idx` int32 [K].
@@ -50,13 +49,6 @@ class GptqWeight(StoredInt4):
         self.scale = torch.zeros(self.num_groups, rows, dtype=torch.float32)
         self.make_g_idx()
         self._zero_offset = zero_offset
-
-    def tensors(self) -> Mapping[str, Destination]:
-        """See `WeightFormat`."""
-        tensors = self.matrix.destinations(".qweight", self.codes, rows=1, columns=0)
-        tensors |= self.group_destinations(".qzeros", self.zeros, 1, 0)
-        tensors |= self.group_destinations(".scales", self.scale, 1, 0)
-        return tensors | self.common_tensors()
 
     def unpacked(self) -> tuple[Tensor, Tensor, Tensor]:
         """See `StoredInt4`."""

@@ -213,6 +213,19 @@ class StoredInt4(WeightFormat):
         return group
 
 
+class TransposedInt4(StoredInt4):
+    """A matrix whose file has it transposed: `qweight`, `qzeros` and `scales`."""
+
+    zeros: Tensor
+
+    def tensors(self) -> Mapping[str, Destination]:
+        """See `WeightFormat`."""
+        tensors = self.matrix.destinations(".qweight", self.codes, rows=1, columns=0)
+        tensors |= self.group_destinations(".qzeros", self.zeros, 1, 0)
+        tensors |= self.group_destinations(".scales", self.scale, 1, 0)
+        return tensors | self.common_tensors()
+
+
 def shared_groups(key: str, value: object) -> CheckpointError:
     """Return the refusal of groups of columns that ranks would have to share."""
     why = "columns of one group are on several ranks"

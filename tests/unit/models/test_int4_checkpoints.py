@@ -254,7 +254,7 @@ def test_tensors_that_contradict_the_config_are_refused_by_name(tmp_path, name, 
     assert [word for word in words if word not in str(raised.value)] == []
 
 
-def test_biases_of_0_that_exporters_of_gptq_write_for_all_matrices_are_no_surplus(tmp_path):
+def test_biases_of_0_that_exporters_of_gptq_write_for_all_matrices_are_ignored(tmp_path):
     source = make_target(tmp_path / "source", "qwen2", **SIZES)
     stored, floats = packed.repack(source, tmp_path, "gptq")
     config, tensors = read_checkpoint(stored)
