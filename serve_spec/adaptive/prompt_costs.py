@@ -40,7 +40,7 @@ class PromptCosts:
         self._products: Floats = np.zeros((4, 4))
         self._errors: Floats = np.zeros(4)
         self._weights: Floats | None = _MEANS
-        self.late = 1.1
+        self.margin = 1.1
         """Measured over predicted time that 99 of 100 rounds with prompts keep within."""
 
     @property
@@ -99,9 +99,9 @@ class PromptCosts:
         predicted = round_ms + float(self.weights @ row)
         ratio = step_ms / predicted
         if prompts:
-            over = ratio > self.late
-            self.late += _BOUND_STEP * (_BOUND if over else _BOUND - 1.0)
-            self.late = min(max(self.late, 1.0), _MOST_RATIO)
+            over = ratio > self.margin
+            self.margin += _BOUND_STEP * (_BOUND if over else _BOUND - 1.0)
+            self.margin = min(max(self.margin, 1.0), _MOST_RATIO)
         more = min(more, _MOST_RATIO * predicted - round_ms)
         row, more = row / predicted, more / predicted
         self._products = _FADE * self._products + np.outer(row, row)
@@ -114,13 +114,13 @@ class PromptCosts:
             "slope": self._slope,
             "products": self._products.tolist(),
             "errors": self._errors.tolist(),
-            "late": self.late,
+            "margin": self.margin,
         }
 
     def restore(self, state: State) -> None:
         """Continue from a state; raise ValueError if it is none."""
         products = array(state, "products", (4, 4), 0.0)
         errors, slope = array(state, "errors", (4,)), number(state, "slope", 0.0)
-        late = number(state, "late", 1.0, _MOST_RATIO)
+        margin = number(state, "margin", 1.0, _MOST_RATIO)
         self._products, self._errors, self._slope = products, errors, slope
-        self.late, self._weights = late, None
+        self.margin, self._weights = margin, None

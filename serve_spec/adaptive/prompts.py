@@ -170,7 +170,7 @@ class PromptSizer:
         """Return the most milliseconds of a step with prompts."""
         limit = self.limits.config.max_step_ratio * (self._usual_ms or math.inf)
         bound = self.limits.config.max_inter_token_ms
-        return limit if bound is None else min(limit, bound / self.costs.late)
+        return limit if bound is None else min(limit, bound / self.costs.margin)
 
     def _chunks(self, num_rows: int, most: int) -> list[int]:
         """Return chunks below `most`, ascending, that fill a step of `num_rows` other tokens."""

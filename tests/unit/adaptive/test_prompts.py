@@ -60,7 +60,7 @@ class TestPromptCosts:
                 costs.more_ms(np.array(10.0), np.array(20.0), np.array(500_500.0))
             )
             ms *= math.exp(rng.gauss(0, 0.1))
-            late += ms > costs.late * predicted
+            late += ms > costs.margin * predicted
             costs.learn((16, 32, 1000, 500_500, 0), 10.0, ms)
         assert 0.002 < late / 4000 < 0.03
 
