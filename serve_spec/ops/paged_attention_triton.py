@@ -63,8 +63,10 @@ class Tiling:
 
     `tokens`, `lines`: of a tile; lines are a power of two from 16. `block`: cache entries read at
     once. `programs`: how many a multiprocessor holds. `min_split`: fewest cache entries of a split;
-    tiles are cut only if one has more than two of them. `is_last_merging`: the last program of a
-    tile adds its splits, instead of a launch of its own, `merge_splits` at a time.
+    tiles are cut only if one has more than two of them. `in_waves`: arithmetic takes the time, so
+    tiles are also cut where a few more than there are programs would take twice as long.
+    `is_last_merging`: the last program of a tile adds its splits, instead of a launch of its own,
+    `merge_splits` at a time.
     """
 
     tokens: int
@@ -74,6 +76,7 @@ class Tiling:
     num_stages: int
     programs: int = 1
     min_split: int = 128
+    in_waves: bool = False
     is_last_merging: bool = False
     merge_splits: int = 16
 
@@ -93,7 +96,7 @@ def _choose_tiling(
     lines = max(16, triton.next_power_of_2(tokens * group))
     num_programs = num_requests * triton.cdiv(max_query_len, tokens) * heads[1]
     if lines > 64:
-        return Tiling(tokens, lines, 64, num_warps=8, num_stages=3)
+        return Tiling(tokens, lines, 64, num_warps=8, num_stages=3, in_waves=True)
     programs = 1
     if dtype == torch.float32:
         block, warps, stages = 16, 4 if lines <= 16 else 8, 2
@@ -283,7 +286,7 @@ def _plan_work(
         # No constant: it is another one at every level of a tree.
         plan.tree_len or 0, plan.tables.shape[1] * plan.page_size, programs, num_ranges,
         IS_TREE=group.has_trees(plan), WINDOW=window,
-        TILE=tiling.tokens, MIN_SPLIT=tiling.min_split, BLOCK=64,
+        TILE=tiling.tokens, MIN_SPLIT=tiling.min_split, IN_WAVES=tiling.in_waves, BLOCK=64,
         BLOCK_REQUESTS=triton.next_power_of_2(group.num_requests),
         num_warps=1 if group.num_requests <= 64 else 4, **dependent_launch(device),
     )  # fmt: skip
@@ -301,7 +304,8 @@ def _num_multiprocessors(device: torch.device) -> int:
 def _plan_kernel(
     query_starts, kv_lens, tiles, ranges, counts, tree_len, capacity, programs, num_ranges,
     IS_TREE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr,
-    BLOCK_REQUESTS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    IN_WAVES: tl.constexpr, BLOCK_REQUESTS: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """List the tiles of one request, and the ranges that begin or end among their entries."""
     request, num_requests = tl.program_id(0), tl.num_programs(0)
@@ -325,6 +329,10 @@ def _plan_kernel(
     width = (span + _UNIT - 1) // _UNIT * _UNIT
     longest = tl.max(tl.where(num_tiles > 0, width, 0), axis=0)
     fair = (tl.sum(num_tiles * width, axis=0) + programs - 1) // programs
+    if IN_WAVES:
+        longest = tl.maximum(
+            longest, _in_waves(num_tiles, width, query_len, programs, TILE, WINDOW)
+        )
     is_cut = longest > tl.maximum(2 * MIN_SPLIT, fair + fair // 4)
     split = tl.maximum((fair + _UNIT - 1) // _UNIT * _UNIT, MIN_SPLIT)
     # If splits that are little longer let every program have one of one tile, take those.
@@ -399,6 +407,20 @@ def _plan_kernel(
             tl.store(field + 1, first_tile + (end - 1 - first_entry) // own_width + 1, mask=ends)
             tl.store(field + 3, end, mask=ends)
     let_next_read(DEPENDENT)
+
+
+@triton.jit
+def _in_waves(
+    num_tiles, width, query_len, programs, TILE: tl.constexpr, WINDOW: tl.constexpr
+):  # fmt: skip
+    """Return how many entries a program reads if each takes one whole tile after another."""
+    seen = width
+    if WINDOW is None:
+        # Earlier tiles of a request see less than its last.
+        seen -= tl.where(num_tiles > 1, (query_len - TILE) // 2, 0)
+    count = tl.sum(num_tiles, axis=0)
+    mean = tl.sum(num_tiles * seen, axis=0) // tl.maximum(count, 1)
+    return (count + programs - 1) // programs * mean
 
 
 @triton.jit

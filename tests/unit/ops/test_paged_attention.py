@@ -33,6 +33,7 @@ TILINGS = {
     ),
     "blocks without masks": (0, 128, {"block": 16, "min_split": 16}),
     "whole tiles": (0, 16, {"block": 16}),
+    "tiles in waves": (0, 16, {"block": 16, "min_split": 16, "in_waves": True}),
 }
 # Window, tree.
 KINDS = [(None, False), (20, True), (None, True), (20, False)]
@@ -369,13 +370,14 @@ def test_groups_of_requests_are_one_forward(narrow, wide, tree, spare_tokens):
     ),
     window=st.sampled_from([None, 100, 1000]),
     programs=st.integers(1, 40),
+    in_waves=st.booleans(),
 )
-def test_every_program_reads_a_fair_part_of_long_caches(lengths, window, programs):
+def test_every_program_reads_a_fair_part_of_long_caches(lengths, window, programs, in_waves):
     tokens = 16
     scene = Scene(lengths, heads=(1, 1), widths=(1, 1), page_size=64)
     max_query_len = max(1, *(count for _, count in lengths))
     num_tiles = sum(-(-count // tokens) for _, count in lengths)
-    tiling = Tiling(tokens, 16, 16, 4, 2)
+    tiling = Tiling(tokens, 16, 16, 4, 2, in_waves=in_waves)
     group = kernel._Group(0, len(lengths), max_query_len, tiling, fills_up=True)
     work = kernel._plan_work(scene.plan, window, group, len(scene.query), programs, 1)
     tiles, ranges = work.tiles.tolist(), work.ranges.tolist()
@@ -397,6 +399,16 @@ def test_every_program_reads_a_fair_part_of_long_caches(lengths, window, program
         assert seen == last - (0 if window is None else max(0, last - count - window + 1))
     fair = sum(-(-tile[7] // 16) * 16 for tile in tiles[:num_tiles]) / programs
     assert max(read) <= max(256, 1.5 * fair + 128)
+
+
+@pytest.mark.parametrize(("kv_len", "is_cut"), [(20 * 16, False), (9000, True)])
+def test_large_tiles_are_cut_where_the_last_ones_would_run_alone(kv_len, is_cut):
+    programs, tiling = 16, Tiling(16, 16, 16, 4, 2, in_waves=True)
+    scene = Scene([(kv_len, 20 * 16)], heads=(1, 1), widths=(1, 1), page_size=64)
+    group = kernel._Group(0, 1, 20 * 16, tiling, fills_up=True)
+    work = kernel._plan_work(scene.plan, None, group, len(scene.query), programs, 1)
+    used = [end - begin for *_, begin, end in work.ranges.tolist() if end > begin]
+    assert (len(used) == programs and max(used) <= 1.01 * 20 * 9000 / programs) == is_cut
 
 
 def test_splits_of_few_requests_are_merged_by_a_launch():
