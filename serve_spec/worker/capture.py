@@ -27,6 +27,10 @@ MAX_CAPTURED_PROMPT_TOKENS = 2048
 """Most tokens of a captured step with prefill chunks: computing more takes longer than launching
 the kernels one by one."""
 
+LONG_STEP_UNIT = 128
+"""Longer steps are padded to multiples of so many tokens: kernels compile for some properties of a
+size, and this way those of captured steps serve all of them."""
+
 NARROW_QUERY = 2
 """Width of the queries of a second set of steps with prefill chunks, for plain steps and depth 1.
 Attention with tiles for the deepest query computes mostly empty rows for them: 205 instead of 130
@@ -139,6 +143,8 @@ class CapturedShapes:
                     extend_chunks = self._captured(
                         "extend_chunks", self.bodies.extend_chunks, sizes
                     )
+                for runner in filter(None, (*mixed.values(), extend_chunks)):
+                    _pad_longer_steps(runner, self._mixed_size, self.max_tokens)
                 admits = {query.is_tree: self._admit_stage(query) for query in queries}
         if captures:
             logger.info("captured: %s", "; ".join(map(str, self.report)))
@@ -260,12 +266,12 @@ class CapturedShapes:
         return StageRunner(verify, kept)
 
     def _mixed_sizes(self) -> list[StepSize]:
-        chunks = self._buffers.chunks
         most = min(MAX_CAPTURED_PROMPT_TOKENS, self.max_tokens)
-        return [
-            StepSize(n, min(n, self._buffers.max_requests), min(n, chunks.max_chunks))
-            for n in graphs.mixed_token_counts(most)
-        ]
+        return [self._mixed_size(n) for n in graphs.mixed_token_counts(most)]
+
+    def _mixed_size(self, num_tokens: int) -> StepSize:
+        most = self._buffers.max_requests, self._buffers.chunks.max_chunks
+        return StepSize(num_tokens, *(min(num_tokens, n) for n in most))
 
     def _admit_stage(self, query: QueryShape) -> StageRunner:
         stage = partial(self.bodies.admit, query)
@@ -316,6 +322,25 @@ class CapturedShapes:
             f"(captured before: {'; '.join(map(str, self.report)) or 'nothing'}). "
             f"Lower memory_fraction, max_num_seqs or cuda_graph_max_bs, or {remedy}"
         )
+
+
+def _pad_longer_steps(
+    runner: StageRunner, padded: Callable[[int], StepSize], max_tokens: int
+) -> None:
+    """Run steps longer than the captured ones at padded sizes, and the longest of them once.
+
+    So none of them meets a kernel that was never launched.
+    """
+    if not runner.sizes or max_tokens <= runner.sizes[-1].tokens:
+        return
+
+    def run(size: StepSize) -> Tensor | None:
+        tokens = -(-size.tokens // LONG_STEP_UNIT) * LONG_STEP_UNIT
+        # A prompt may exceed the limit.
+        return stage(padded(max(size.tokens, min(tokens, max_tokens))))
+
+    stage, runner.stage = runner.stage, run
+    stage(padded(max_tokens))
 
 
 def _capture(recorder: GraphRecorder, name: str, stage: Stage, size: StepSize) -> Run:

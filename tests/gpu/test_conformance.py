@@ -8,6 +8,7 @@ import pytest
 
 from serve_spec.config.base import ASSETS, PACKAGED, Refusal, locate
 from serve_spec.config.hub import checkpoint_folder
+from serve_spec.worker import capture
 from tests.helpers.engines import Pair
 from tests.helpers.table import DRAFT_MODELS, LOGPROB_TOLERANCE, Row, maker_of, run
 from tests.unit.engine.test_conformance import (
@@ -51,6 +52,12 @@ def test_so_are_those_of_batches_larger_than_any_graph(make, alone, is_tree):
     row = Row("EAGLE3", is_tree=is_tree)
     llm = make(row, cuda_graph_max_bs=2)
     check(run(llm, requests()), alone, row, "none", tolerance=LOGPROB_TOLERANCE)
+
+
+def test_so_are_those_of_steps_longer_than_any_graph(make, alone, monkeypatch):
+    monkeypatch.setattr(capture, "MAX_CAPTURED_PROMPT_TOKENS", 32)
+    row = Row("EAGLE3")
+    check(run(make(row), requests()), alone, row, "none", tolerance=LOGPROB_TOLERANCE)
 
 
 REAL_DRAFTS = {"EAGLE3": ASSETS / "smollm2/eagle3"}
