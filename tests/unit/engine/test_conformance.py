@@ -410,7 +410,7 @@ def check(answers, alone, row, event, *, tolerance=5e-5, tree_tokens=TREE_TOKENS
         assert stats.num_draft_tokens <= most
         assert options.enabled or not stats.num_grammar_tokens, key
     by_grammar = sum(answer.stats.num_grammar_tokens for answer in answers.values())
-    assert by_grammar > 10 or event == "late", "forced text was not drafted"
+    assert by_grammar > 0 or event == "late", "forced text was not drafted"
     kept = sum(answer.stats.num_correct_drafts for answer in answers.values())
     drafted = sum(answer.stats.num_draft_tokens for answer in answers.values())
     assert row == PLAIN or 0 < kept < drafted, "the test needs kept and rejected drafts"
