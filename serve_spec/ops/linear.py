@@ -11,6 +11,7 @@ from torch.compiler import is_compiling
 
 from serve_spec.core.machine import is_hopper
 from serve_spec.ops.dispatch import has_kernel
+from serve_spec.ops.scaled_linear import PER_ROW, Unit, dequantize_into
 
 
 def linear(
@@ -66,6 +67,11 @@ def is_supported(x: Tensor, weight: Tensor) -> bool:
     )
 
 
+def takes_scales(unit: Unit, in_features: int) -> bool:
+    """Return whether these products scale the sums of whole blocks of columns."""
+    return unit[1] >= in_features or unit[1] % TILE_DEPTH == 0
+
+
 @has_kernel
 def small_linear(
     x: Tensor,
@@ -73,21 +79,26 @@ def small_linear(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     scale: Tensor | None = None,
+    unit: Unit = PER_ROW,
 ) -> Tensor:
     """Return x·Wᵀ + b in `out_dtype` (default: x's).
 
-    x: [T, in]; weight: [out, in] with contiguous rows; bias: [out]; scale: factor of each row of an
-    eight-bit weight, float32 [out]. Returns [T, out].
+    x: [T, in]; weight: [out, in] with contiguous rows; bias: [out]; scale: factors of the units of
+    an eight-bit weight, float32, as for `scaled_linear`; see `takes_scales`. Returns [T, out].
     """
     bias = None if bias is None else bias.float()
-    whole = weight.float() if scale is None else weight.float() * scale[:, None]
+    whole = weight.float()
+    if scale is not None:
+        whole = dequantize_into(torch.empty_like(whole), weight, scale, unit)
     return F.linear(x.float(), whole, bias).to(out_dtype or x.dtype)
 
 
 @has_kernel
-def small_partials(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+def small_partials(
+    x: Tensor, weight: Tensor, scale: Tensor | None = None, unit: Unit = PER_ROW
+) -> Tensor:
     """Return the partial sums of `small_linear`: float32 [n, T, out], n by shape."""
-    return small_linear(x, weight, None, torch.float32, scale)[None]
+    return small_linear(x, weight, None, torch.float32, scale, unit)[None]
 
 
 def sum_partials(x: Tensor, like: Tensor) -> Tensor:
@@ -111,13 +122,15 @@ def sum_splits(partials: Tensor, bias: Tensor | None, out: Tensor) -> None:
 
 
 @has_kernel
-def small_gate_up(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+def small_gate_up(
+    x: Tensor, weight: Tensor, scale: Tensor | None = None, unit: Unit = PER_ROW
+) -> Tensor:
     """Return silu(gate) · up of both products, each rounded to x's dtype.
 
-    x: [T, in]; weight: [2·I, in], the rows of the gate first; scale: see `small_linear`. Returns
-    [T, I].
+    x: [T, in]; weight: [2·I, in], the rows of the gate first; scale, unit: see `small_linear`.
+    Returns [T, I].
     """
-    return silu_and_mul(small_linear(x, weight, scale=scale))
+    return silu_and_mul(small_linear(x, weight, scale=scale, unit=unit))
 
 
 @has_kernel

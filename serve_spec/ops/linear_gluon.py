@@ -25,7 +25,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from serve_spec.ops.dispatch import dependent_launch
+from serve_spec.ops.fp8_triton import widened
 from serve_spec.ops.linear import TILE_DEPTH, Tiles
+from serve_spec.ops.scaled_linear import Unit
 
 # Renamed in Triton 3.9.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -40,12 +42,15 @@ def multiply(
     x: Tensor,
     weight: Tensor,
     scale: Tensor | None,
+    unit: Unit,
     bias: Tensor | None,
     out: Tensor,
     tiles: Tiles,
     is_gated: bool = False,
 ) -> None:
     """Write out [T, out], or [splits, T, out] if several programs share a sum.
+
+    scale, unit: see `linear.small_linear`.
 
     Rows of x may be strided; x is copied if they do not start at multiples of 16 bytes. is_gated:
     see `linear.small_gate_up`; the outputs are a multiple of PAIRS_TOGETHER.
@@ -71,7 +76,9 @@ def multiply(
     _product_kernel[grid](
         _blocks(weight, *block), _blocks(x, tiles.rows),
         scale, bias, out, num_rows, num_outputs, in_features, tiles.columns,
-        STAGES=tiles.stages, GATED=is_gated, num_warps=_WARPS, **dependent_launch(x.device),
+        0 if scale is None else scale.stride(0), unit[0], unit[1] // TILE_DEPTH,
+        STAGES=tiles.stages, GATED=is_gated, PER_BLOCK=unit[1] < in_features,
+        num_warps=_WARPS, **dependent_launch(x.device),
     )  # fmt: skip
 
 
@@ -88,12 +95,15 @@ def _blocks(tensor: Tensor, *rows: int) -> TensorDescriptor:
 @gluon.jit(do_not_specialize=["num_rows"])
 def _product_kernel(
     weight, x, scale, bias, out, num_rows, num_outputs, in_features, columns,
-    STAGES: gl.constexpr, GATED: gl.constexpr, DEPENDENT: gl.constexpr, num_warps: gl.constexpr,
+    scale_stride, unit_rows, unit_blocks,
+    STAGES: gl.constexpr, GATED: gl.constexpr, PER_BLOCK: gl.constexpr, DEPENDENT: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """out[split, row, output] = Σ over the split's columns of x[row] · weight[output].
 
     GATED: see `linear.small_gate_up`. Eight-bit weights are converted to the dtype of x, which
-    holds them exactly.
+    holds them exactly. PER_BLOCK: `unit_blocks` blocks of DEPTH columns share a scale, and sums
+    are scaled block by block; else a row has one.
     """
     ROWS: gl.constexpr = x.block_shape[0]
     DEPTH: gl.constexpr = x.block_shape[1]
@@ -127,15 +137,22 @@ def _product_kernel(
         version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, ROWS, 16]
     )
     sums = gl.zeros((WEIGHTS, ROWS), gl.float32, layout)
+    _, weight_row = _places(sums, tile, num_outputs, GATED)
+    is_row = weight_row < num_outputs * (2 if GATED else 1)
+    factors = scale
+    if scale is not None:
+        factors += weight_row // unit_rows * scale_stride
     for block in range(num_blocks):
         slot = block % STAGES
         mbarrier.wait(arrivals.index(slot), (block // STAGES) & 1)
         rows = weights.index(slot).reshape((WEIGHTS, DEPTH))
-        if weight.dtype != x.dtype:
-            operand: gl.constexpr = gl.DotOperandLayout(0, layout, k_width=2)
-            rows = rows.load(operand).to(x.dtype)
-        sums = warpgroup_mma(rows, inputs.index(slot).permute((1, 0)), sums, is_async=True)
-        sums = warpgroup_mma_wait(0, deps=(sums,))
+        columns_of_x = inputs.index(slot).permute((1, 0))
+        if PER_BLOCK:
+            factor = gl.load(factors + (first // DEPTH + block) // unit_blocks, mask=is_row)
+            nothing = gl.zeros((WEIGHTS, ROWS), gl.float32, layout)
+            sums += _multiplied(rows, columns_of_x, nothing) * factor[:, None]
+        else:
+            sums = _multiplied(rows, columns_of_x, sums)
         following = block + STAGES
         column = first + following * DEPTH
         _fetch_weights(weight, weights, arrivals, slot, tile, column, following < num_blocks, BYTES)
@@ -144,8 +161,22 @@ def _product_kernel(
             pred=following < num_blocks,
         )  # fmt: skip
 
+    if scale is not None and not PER_BLOCK:
+        sums *= gl.load(factors, mask=is_row)[:, None]
     out += split.to(gl.int64) * num_rows * num_outputs
-    _write(sums, scale, bias, out, first_row, tile, num_rows, num_outputs, GATED)
+    _write(sums, bias, out, first_row, tile, num_rows, num_outputs, GATED)
+
+
+@gluon.jit
+def _multiplied(rows, columns, sums):
+    """Return sums + rows · columns; rows that are converted go through registers."""
+    if rows.dtype == columns.dtype:
+        sums = warpgroup_mma(rows, columns, sums, is_async=True)
+    else:
+        operand: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, k_width=2)
+        numbers = widened(rows.load(operand), columns.dtype)
+        sums = warpgroup_mma(numbers, columns, sums, is_async=True)
+    return warpgroup_mma_wait(0, deps=(sums,))
 
 
 @gluon.jit
@@ -161,22 +192,28 @@ def _fetch_weights(weight, weights, arrivals, stage, tile, column, is_inside, BY
 
 
 @gluon.jit
-def _write(sums, scale, bias, out, first_row, tile, num_rows, num_outputs, GATED: gl.constexpr):
-    """Write out[row, output] of a tile of sums [weight rows, rows of x]."""
+def _places(sums, tile, num_outputs, GATED: gl.constexpr):
+    """Return the outputs that the rows of a tile of sums belong to, and the weight rows."""
     WEIGHTS: gl.constexpr = sums.shape[0]
-    ROWS: gl.constexpr = sums.shape[1]
     place = gl.arange(0, WEIGHTS, layout=gl.SliceLayout(1, sums.type.layout))
     if GATED:
         output = tile * (WEIGHTS // 2) + place // (2 * _TOGETHER) * _TOGETHER + place % _TOGETHER
-        weight_row = output + place // _TOGETHER % 2 * num_outputs
-    else:
-        output = tile * WEIGHTS + place
-        weight_row = output
-    is_output = output < num_outputs
-    if scale is not None:
-        sums *= gl.load(scale + weight_row, mask=is_output)[:, None]
+        # Ups follow all gates; those past the last stand for nothing.
+        is_up = place // _TOGETHER % 2
+        weight_row = gl.where(output < num_outputs, output + is_up * num_outputs, 2 * num_outputs)
+        return output, weight_row
+    output = tile * WEIGHTS + place
+    return output, output
+
+
+@gluon.jit
+def _write(sums, bias, out, first_row, tile, num_rows, num_outputs, GATED: gl.constexpr):
+    """Write out[row, output] of a tile of sums [weight rows, rows of x]."""
+    WEIGHTS: gl.constexpr = sums.shape[0]
+    ROWS: gl.constexpr = sums.shape[1]
+    output, weight_row = _places(sums, tile, num_outputs, GATED)
     if bias is not None:
-        sums += gl.load(bias + weight_row, mask=is_output).to(gl.float32)[:, None]
+        sums += gl.load(bias + weight_row, mask=output < num_outputs).to(gl.float32)[:, None]
     results = sums.to(out.dtype.element_ty)
     OUTPUTS: gl.constexpr = WEIGHTS // (2 if GATED else 1)
     if GATED:

@@ -19,6 +19,7 @@ from serve_spec.ops.dispatch import dependent_launch
 from serve_spec.ops.dispatch_triton import wait_for_previous
 from serve_spec.ops.linear import choose_tiles
 from serve_spec.ops.linear_gluon import PAIRS_TOGETHER, multiply
+from serve_spec.ops.scaled_linear import PER_ROW, Unit
 
 _SUM_BLOCK = 512
 
@@ -29,15 +30,16 @@ def small_linear(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     scale: Tensor | None = None,
+    unit: Unit = PER_ROW,
 ) -> Tensor:
     """See `linear.small_linear`. Rows of x may be strided, their elements not."""
     out = x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype or x.dtype)
     num_outputs, in_features = weight.shape
     tiles = choose_tiles(num_outputs, in_features, x.shape[0], fp8=scale is not None)
     if tiles.columns >= in_features:
-        multiply(x, weight, scale, bias, out, tiles)
+        multiply(x, weight, scale, unit, bias, out, tiles)
         return out
-    sum_splits(small_partials(x, weight, scale), bias, out)
+    sum_splits(small_partials(x, weight, scale, unit), bias, out)
     return out
 
 
@@ -50,26 +52,30 @@ def sum_splits(partials: Tensor, bias: Tensor | None, out: Tensor) -> None:
     )  # fmt: skip
 
 
-def small_partials(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+def small_partials(
+    x: Tensor, weight: Tensor, scale: Tensor | None = None, unit: Unit = PER_ROW
+) -> Tensor:
     """See `linear.small_partials`; a sum in one program is returned whole. Rows may be strided."""
     num_outputs, in_features = weight.shape
     tiles = choose_tiles(num_outputs, in_features, x.shape[0], fp8=scale is not None)
     splits = triton.cdiv(in_features, tiles.columns)
     if splits == 1:
-        return small_linear(x, weight, scale=scale)
+        return small_linear(x, weight, scale=scale, unit=unit)
     partials = x.new_empty(splits, x.shape[0], num_outputs, dtype=torch.float32)
-    multiply(x, weight, scale, None, partials, tiles)
+    multiply(x, weight, scale, unit, None, partials, tiles)
     return partials
 
 
-def small_gate_up(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+def small_gate_up(
+    x: Tensor, weight: Tensor, scale: Tensor | None = None, unit: Unit = PER_ROW
+) -> Tensor:
     """See `linear.small_gate_up`. Rows of x may be strided, their elements not."""
     width, in_features = weight.shape[0] // 2, weight.shape[1]
     if width % PAIRS_TOGETHER:
-        return silu_and_mul(small_linear(x, weight, scale=scale))
+        return silu_and_mul(small_linear(x, weight, scale=scale, unit=unit))
     out = x.new_empty(x.shape[0], width)
     tiles = choose_tiles(width, in_features, x.shape[0], gated=True, fp8=scale is not None)
-    multiply(x, weight, scale, None, out, tiles, is_gated=True)
+    multiply(x, weight, scale, unit, None, out, tiles, is_gated=True)
     return out
 
 

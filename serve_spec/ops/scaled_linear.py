@@ -14,6 +14,9 @@ from serve_spec.ops.dispatch import has_kernel
 Unit = tuple[int, int]
 """Rows and columns that have one scale; past the last row or column it may stand for nothing."""
 
+PER_ROW: Unit = (1, 1 << 30)
+"""Every row has one scale."""
+
 MAX_ROWS = 128
 """Rows of x above which the weight is dequantized whole."""
 
@@ -44,9 +47,9 @@ def dequantize_into(weight: Tensor, values: Tensor, scale: Tensor, unit: Unit) -
     """Write values · scale into `weight` [out, in], rounded once, and return it."""
     num_rows, (rows, columns) = weight.shape[0], unit
     weight.copy_(values)
-    factors = scale
-    if scale.shape[1] > 1:
-        factors = scale[:, torch.arange(weight.shape[1], device=weight.device) // columns]
+    factors = scale.view(len(scale), -1)
+    if factors.shape[1] > 1:
+        factors = factors[:, torch.arange(weight.shape[1], device=weight.device) // columns]
     whole, rest = divmod(num_rows, rows)
     if whole:
         weight[: whole * rows].unflatten(0, (whole, rows)).mul_(factors[:whole, None])

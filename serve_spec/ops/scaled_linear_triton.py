@@ -17,6 +17,7 @@ from torch import Tensor
 
 from serve_spec.ops.dispatch import dependent_launch
 from serve_spec.ops.dispatch_triton import wait_for_previous
+from serve_spec.ops.fp8_triton import widened
 from serve_spec.ops.linear import choose_tiles
 from serve_spec.ops.linear_triton import sum_splits
 from serve_spec.ops.scaled_linear import MAX_ROWS, Unit, depth, dequantize_into
@@ -89,7 +90,7 @@ def _product_kernel(
         )  # fmt: skip
         if numbers.dtype == tl.int8:
             numbers = numbers.to(tl.float32)
-        products = tl.dot(numbers.to(inputs.dtype), inputs, input_precision="ieee")
+        products = tl.dot(widened(numbers, inputs.dtype), inputs, input_precision="ieee")
         if IS_ONE:
             sums += products
         else:

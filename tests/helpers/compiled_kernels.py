@@ -30,6 +30,7 @@ from serve_spec.ops import (
 )
 from serve_spec.ops.linear import choose_tiles
 from serve_spec.ops.paged_attention import AttentionPlan
+from serve_spec.ops.scaled_linear import PER_ROW
 from serve_spec.ops.shared_sum import SharedMemory
 
 OPS = (
@@ -194,16 +195,17 @@ def compile_exchanges(case, rank, size):
         shared_sum_triton.gather_columns(torch.zeros(1, 8), 8 * rank, 8 * size, memory)
 
 
-def compile_product(case, num_rows, num_outputs, gated, fp8):
+def compile_product(case, num_rows, num_outputs, gated, kind):
     """Compile what a layer of an 8B model, or a part of it, launches, in bfloat16."""
     x = torch.zeros(num_rows, 4096, dtype=torch.bfloat16)
+    fp8, unit = kind != "floats", (128, 128) if kind == "blocks" else PER_ROW
     dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
     weight = torch.zeros(num_outputs * (2 if gated else 1), 4096, dtype=dtype)
     out = torch.zeros(num_rows, num_outputs, dtype=torch.bfloat16)
-    scale = torch.zeros(len(weight)) if fp8 else None
+    scale = torch.zeros(-(-len(weight) // unit[0]), 32) if fp8 else None
     tiles = choose_tiles(num_outputs, 4096, num_rows, gated, fp8)
     with recorded(linear_gluon, case):
-        linear_gluon.multiply(x, weight, scale, None, out, tiles, gated)
+        linear_gluon.multiply(x, weight, scale, unit, None, out, tiles, gated)
 
 
 def compile_int4_product(case, num_rows, num_outputs, group):
@@ -229,7 +231,8 @@ if __name__ == "__main__":
         compile_admission(case, **settings)
     for rank, size in ((0, 2), (1, 4)):
         compile_exchanges(f"rank {rank} of {size}", rank, size)
-    for shape in product((1, 16, 32, 64, 128), (3584, 14336), (False, True), (False, True)):
-        compile_product("rows={} outputs={} gated={} fp8={}".format(*shape), *shape)
+    kinds = ("floats", "rows", "blocks")
+    for shape in product((1, 16, 32, 64, 128), (3584, 14336), (False, True), kinds):
+        compile_product("rows={} outputs={} gated={} {}".format(*shape), *shape)
     for shape in product((1, 32, 64, 128), (4096,), (32, 4096)):
         compile_int4_product("rows={} outputs={} group={}".format(*shape), *shape)

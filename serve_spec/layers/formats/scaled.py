@@ -153,10 +153,6 @@ class ResidentWeight(WeightFormat):
     def __init__(self, values: Tensor, scale: Tensor, unit: Unit, bias: Tensor | None) -> None:
         super().__init__()
         self.values, self.scale, self.unit, self.bias = values, scale, unit, bias
-        # Of each row, if it has one scale: what the kernels for Hopper take.
-        self._of_row: Tensor | None = None
-        if scale.shape[1] == 1 and values.dtype == torch.float8_e4m3fn:
-            self._of_row = scale[:, 0].repeat_interleave(unit[0])[: len(values)].contiguous()
 
     @property
     def num_bytes(self) -> int:
@@ -165,24 +161,29 @@ class ResidentWeight(WeightFormat):
 
     def linear(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """Return x·Wᵀ + b: [T, in] -> [T, out]."""
-        if self._of_row is not None and self._is_fastest(x):
-            return linear.small_linear(x, self.values, self.bias, out_dtype, self._of_row)
+        if self._is_fastest(x):
+            return linear.small_linear(x, self.values, self.bias, out_dtype, self.scale, self.unit)
         return scaled_linear(x, self.values, self.scale, self.unit, self.bias, out_dtype)
 
     def partials(self, x: Tensor) -> Tensor:
         """Return `linear(x)`, or partial sums of it."""
-        if self._of_row is None or self.bias is not None or not self._is_fastest(x):
+        if self.bias is not None or not self._is_fastest(x):
             return self.linear(x)
-        return linear.small_partials(x, self.values, self._of_row)
+        return linear.small_partials(x, self.values, self.scale, self.unit)
 
     def gate_up(self, x: Tensor) -> Tensor:
         """Return silu(gate) · up."""
-        if self._of_row is None or self.bias is not None or not self._is_fastest(x):
+        if self.bias is not None or not self._is_fastest(x):
             return super().gate_up(x)
-        return linear.small_gate_up(x, self.values, self._of_row)
+        return linear.small_gate_up(x, self.values, self.scale, self.unit)
 
     def _is_fastest(self, x: Tensor) -> bool:
-        return x.shape[0] <= MAX_ROWS and linear.is_supported(x, self.values)
+        return (
+            x.shape[0] <= MAX_ROWS
+            and self.values.dtype == torch.float8_e4m3fn
+            and linear.takes_scales(self.unit, self.values.shape[1])
+            and linear.is_supported(x, self.values)
+        )
 
 
 def compressed_weight(args: WeightArgs, matrix: Matrix) -> WeightFormat:

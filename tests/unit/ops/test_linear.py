@@ -14,6 +14,7 @@ from serve_spec.layers.linear import Linear  # isort: skip
 from serve_spec.layers.module import tensor_defaults  # isort: skip
 from serve_spec.ops import linear, linear_triton  # isort: skip
 from serve_spec.ops.linear import TILE_DEPTH, choose_tiles  # isort: skip
+from serve_spec.ops.scaled_linear import PER_ROW  # isort: skip
 
 plain = reference(linear)
 
@@ -33,26 +34,45 @@ def integers(*shape, seed=0):
     return torch.randint(-8, 9, shape, generator=generator).to(DEVICE, torch.bfloat16)
 
 
+def stored(weight, unit):
+    """The weight as the kernels take it, with the scales of units; None: floats without any."""
+    if unit is None:
+        return weight, None, PER_ROW
+    if unit == PER_ROW:
+        return *fp8_rows(weight), unit
+    counts = [-(-n // size) for n, size in zip(weight.shape, unit, strict=True)]
+    return weight.to(torch.float8_e4m3fn), random(*counts, seed=3).abs() + 0.5, unit
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("unit", [None, PER_ROW, (128, 128), (48, 256)])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("num_rows", "num_outputs", "in_features"), [*SHAPES, (2, 48, 1024)])
-def test_the_kernels_follow_the_reference(num_rows, num_outputs, in_features, dtype, is_fp8):
+def test_the_kernels_follow_the_reference(num_rows, num_outputs, in_features, dtype, unit):
     x = random(num_rows, in_features, dtype=dtype)
-    weight, scale = random(2 * num_outputs, in_features, dtype=dtype, seed=1), None
-    if is_fp8:
-        weight, scale = fp8_rows(weight)
+    floats = random(2 * num_outputs, in_features, dtype=dtype, seed=1)
+    weight, scale, unit = stored(floats, unit)
     bias = random(2 * num_outputs, dtype=dtype, seed=2)
     for b in (None, bias):
         with poisoned_memory():
-            found = linear_triton.small_linear(x, weight, b, scale=scale)
-        expected = plain.small_linear(x, weight, b, scale=scale)
+            found = linear_triton.small_linear(x, weight, b, scale=scale, unit=unit)
+        expected = plain.small_linear(x, weight, b, scale=scale, unit=unit)
         assert found.dtype == dtype
         assert relative_error(found, expected) < TOLERANCE[dtype]
     with poisoned_memory():
-        found = linear_triton.small_gate_up(x, weight, scale)
+        found = linear_triton.small_gate_up(x, weight, scale, unit)
     assert found.shape == (num_rows, num_outputs)
-    assert relative_error(found, plain.small_gate_up(x, weight, scale)) < TOLERANCE[dtype]
+    assert relative_error(found, plain.small_gate_up(x, weight, scale, unit)) < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_every_number_of_eight_bits_is_multiplied_exactly(dtype):
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
+    weight = torch.where(codes.float().isnan(), torch.zeros_like(codes), codes).view(2, 128)
+    one, x = weight.new_ones(2, 1, dtype=torch.float32), torch.eye(128, device=DEVICE, dtype=dtype)
+    found = linear_triton.small_linear(x, weight, None, torch.float32, one)
+    assert torch.equal(found, weight.float().T)
 
 
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 2**31), st.floats(-30, 30))
@@ -74,12 +94,13 @@ def test_eight_bits_keep_every_row_to_a_sixteenth_of_each_number_or_of_nothing(
 def test_addends_make_the_whole_to_the_bit(num_rows, num_outputs, in_features, dtype):
     x = random(num_rows, in_features, dtype=dtype)
     weight = random(num_outputs, in_features, dtype=dtype, seed=1)
-    for values, scale in ((weight, None), fp8_rows(weight)):
+    for unit in (None, PER_ROW, (128, 128)):
+        values, scale, unit = stored(weight, unit)
         with poisoned_memory():
-            partials = linear_triton.small_partials(x, values, scale)
-        expected = linear_triton.small_linear(x, values, scale=scale)
+            partials = linear_triton.small_partials(x, values, scale, unit)
+        expected = linear_triton.small_linear(x, values, scale=scale, unit=unit)
         assert torch.equal(linear.sum_partials(partials, expected), expected)
-        found = linear.sum_partials(plain.small_partials(x, values, scale), expected)
+        found = linear.sum_partials(plain.small_partials(x, values, scale, unit), expected)
         assert relative_error(found, expected) < TOLERANCE[dtype]
 
 
