@@ -161,36 +161,44 @@ class Tiles:
 
 _TILE_OUTPUTS, TILE_DEPTH = 64, 128
 _MULTIPROCESSORS = 132
-# Blocks in flight by rows of x, if all programs run in one wave, and otherwise. Measured on one
-# H200 with layers of an 8B model, whole and as sharded over two and four ranks.
-_STAGES = {8: (8, 4), 16: (8, 4), 32: (6, 4), 64: (5, 3), 128: (4, 2)}
-_GATED_STAGES = {8: (5, 4), 16: (5, 4), 32: (4, 3), 64: (3, 3), 128: (3, 3)}
-_FP8_STAGES = {16: (8, 8), 32: (4, 4), 64: (4, 4)}
-_GATED_FP8_STAGES = {16: (4, 4), 32: (3, 3), 64: (3, 3)}
+# Blocks in flight by bits of a weight and rows of x, if all programs run in one wave, and else.
+# Measured on one H200 with layers of an 8B model, whole and as sharded over two and four ranks.
+_STAGES = {
+    16: {8: (8, 4), 16: (8, 4), 32: (6, 4), 64: (5, 3), 128: (4, 2)},
+    8: {16: (8, 8), 32: (4, 4), 64: (4, 4)},
+    4: {16: (12, 8), 32: (8, 6), 64: (6, 4)},
+}
+_GATED_STAGES = {
+    16: {8: (5, 4), 16: (5, 4), 32: (4, 3), 64: (3, 3), 128: (3, 3)},
+    8: {16: (4, 4), 32: (3, 3), 64: (3, 3)},
+    4: {16: (8, 6), 32: (6, 4), 64: (4, 3)},
+}
 # Sums are split, into parts of at least _MIN_COLUMNS, until this many programs read the weights;
 # beyond that into parts of at least _LONG_SUM, because each part is written and read again.
 _ENOUGH_PROGRAMS = 64
 _LONG_SUM, _MIN_COLUMNS = 1536, 256
-# Two per multiprocessor: converting eight-bit weights limits one alone.
-_PROGRAMS_FP8 = 2 * _MULTIPROCESSORS
+# Two per multiprocessor: converting weights limits one alone.
+_CONVERTING_PROGRAMS = 2 * _MULTIPROCESSORS
 
 
-def is_ours(num_rows: int, num_outputs: int = 1, *, gated: bool = False, fp8: bool = False) -> bool:
+def is_ours(num_rows: int, num_outputs: int = 1, *, gated: bool = False, bits: int = 16) -> bool:
     """Return whether these kernels, and not the vendor's library, multiply so many rows.
 
     They are as fast or faster, start early, and the bits of a row do not depend on the batch. The
     library is 3% faster at plain products of many rows in several waves, such as logits.
     """
-    if fp8:
-        return num_rows <= max(_FP8_STAGES)
+    if bits < 16:
+        return num_rows <= max(_STAGES[bits])
     several_waves = not gated and _ceil(num_outputs, _TILE_OUTPUTS) > _MULTIPROCESSORS
-    return num_rows <= (max(_STAGES) // 2 if several_waves else max(_STAGES))
+    return num_rows <= (max(_STAGES[16]) // 2 if several_waves else max(_STAGES[16]))
 
 
 def choose_tiles(
-    num_outputs: int, in_features: int, num_rows: int, gated: bool = False, fp8: bool = False
+    num_outputs: int, in_features: int, num_rows: int, gated: bool = False, bits: int = 16
 ) -> Tiles:
     """Return the tiles for x [num_rows, in] by num_outputs weight rows (`gated`: pairs of them).
+
+    bits: 16, 8 or 4, of a number of the weight.
 
     `columns` does not depend on `num_rows`, so a row is summed in the same order in every batch.
     """
@@ -199,11 +207,9 @@ def choose_tiles(
     if gated and not is_wide:
         outputs, num_tiles = outputs // 2, 2 * num_tiles  # so that more multiprocessors read
     # The product of two sums needs both in one program.
-    cuts = 1 if gated else _cuts(num_tiles, in_features, _PROGRAMS_FP8 if fp8 else _MULTIPROCESSORS)
-    if fp8:
-        stages = _GATED_FP8_STAGES if is_wide else _FP8_STAGES
-    else:
-        stages = _GATED_STAGES if is_wide else _STAGES
+    most = _CONVERTING_PROGRAMS if bits < 16 else _MULTIPROCESSORS
+    cuts = 1 if gated else _cuts(num_tiles, in_features, most)
+    stages = (_GATED_STAGES if is_wide else _STAGES)[bits]
     rows = next((most for most in stages if num_rows <= most), max(stages))
     columns = _ceil(in_features, cuts * TILE_DEPTH) * TILE_DEPTH
     several_waves = num_tiles * cuts > _MULTIPROCESSORS

@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from serve_spec.ops.dispatch import dependent_launch
 from serve_spec.ops.fp8_triton import widened
+from serve_spec.ops.int4_gluon import steps_of_words
 from serve_spec.ops.linear import TILE_DEPTH, Tiles
 from serve_spec.ops.scaled_linear import Unit
 
@@ -35,6 +36,7 @@ PAIRS_TOGETHER = 8
 """Gates in a row, followed by their ups. A thread holds the sums of rows that are 8 apart."""
 
 _TOGETHER = gl.constexpr(PAIRS_TOGETHER)
+_DEPTH = gl.constexpr(TILE_DEPTH)
 _WARPS = 4  # of one group, whose tensor cores multiply 64 weight rows at once
 
 
@@ -47,13 +49,14 @@ def multiply(
     out: Tensor,
     tiles: Tiles,
     is_gated: bool = False,
+    zeros: Tensor | None = None,
 ) -> None:
     """Write out [T, out], or [splits, T, out] if several programs share a sum.
 
-    scale, unit: see `linear.small_linear`.
-
     Rows of x may be strided; x is copied if they do not start at multiples of 16 bytes. is_gated:
-    see `linear.small_gate_up`; the outputs are a multiple of PAIRS_TOGETHER.
+    see `linear.small_gate_up`; the outputs are a multiple of PAIRS_TOGETHER. scale, unit: see
+    `linear.small_linear`. zeros: of codes of four bits, with scale [groups, out], see
+    `int4_linear.int4_linear`; `unit` has the columns of a group, a multiple of TILE_DEPTH.
     """
     if not x.numel():
         return
@@ -73,20 +76,24 @@ def multiply(
         triton.cdiv(num_outputs, tiles.outputs),
         triton.cdiv(in_features, tiles.columns),
     )
+    strides = (0, 0) if scale is None else (scale.stride(0), 1)
     _product_kernel[grid](
         _blocks(weight, *block), _blocks(x, tiles.rows),
-        scale, bias, out, num_rows, num_outputs, in_features, tiles.columns,
-        0 if scale is None else scale.stride(0), unit[0], unit[1] // TILE_DEPTH,
-        STAGES=tiles.stages, GATED=is_gated, PER_BLOCK=unit[1] < in_features,
+        scale, zeros, bias, out, num_rows, num_outputs, in_features, tiles.columns,
+        *(strides if zeros is None else strides[::-1]), unit[0], unit[1] // TILE_DEPTH,
+        STAGES=tiles.stages, GATED=is_gated, PER_BLOCK=zeros is not None or unit[1] < in_features,
         num_warps=_WARPS, **dependent_launch(x.device),
     )  # fmt: skip
 
 
 def _blocks(tensor: Tensor, *rows: int) -> TensorDescriptor:
     """Return a TMA descriptor of blocks of rows; elements outside are read as zeros."""
-    block = [*rows, TILE_DEPTH]
+    depth = TILE_DEPTH // (8 if tensor.dtype == torch.int32 else 1)
+    block = [*rows, depth]
     layout = gl.NVMMASharedLayout(
-        swizzle_byte_width=128, element_bitwidth=8 * tensor.itemsize, rank=len(block)
+        swizzle_byte_width=min(128, depth * tensor.itemsize),
+        element_bitwidth=8 * tensor.itemsize,
+        rank=len(block),
     )
     return TensorDescriptor(tensor, [*tensor.shape], [*tensor.stride()], block, layout)
 
@@ -94,20 +101,21 @@ def _blocks(tensor: Tensor, *rows: int) -> TensorDescriptor:
 # Not specialized: kernels for 1 and for 16 rows would only take longer to compile.
 @gluon.jit(do_not_specialize=["num_rows"])
 def _product_kernel(
-    weight, x, scale, bias, out, num_rows, num_outputs, in_features, columns,
-    scale_stride, unit_rows, unit_blocks,
+    weight, x, scale, zeros, bias, out, num_rows, num_outputs, in_features, columns,
+    row_stride, block_stride, unit_rows, unit_blocks,
     STAGES: gl.constexpr, GATED: gl.constexpr, PER_BLOCK: gl.constexpr, DEPENDENT: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """out[split, row, output] = Σ over the split's columns of x[row] · weight[output].
 
     GATED: see `linear.small_gate_up`. Eight-bit weights are converted to the dtype of x, which
-    holds them exactly. PER_BLOCK: `unit_blocks` blocks of DEPTH columns share a scale, and sums
-    are scaled block by block; else a row has one.
+    holds them exactly, and words of codes to (code - zero). PER_BLOCK: `unit_blocks` blocks of
+    DEPTH columns share a scale, and sums are scaled block by block; else a row has one.
     """
     ROWS: gl.constexpr = x.block_shape[0]
     DEPTH: gl.constexpr = x.block_shape[1]
-    WEIGHTS: gl.constexpr = weight.block_type.numel // DEPTH
+    WORDS: gl.constexpr = weight.block_shape[-1]
+    WEIGHTS: gl.constexpr = weight.block_type.numel // WORDS
     BYTES: gl.constexpr = weight.block_type.nbytes + x.block_type.nbytes
     first_row = gl.program_id(0) * ROWS
     tile = gl.program_id(1)
@@ -139,20 +147,20 @@ def _product_kernel(
     sums = gl.zeros((WEIGHTS, ROWS), gl.float32, layout)
     _, weight_row = _places(sums, tile, num_outputs, GATED)
     is_row = weight_row < num_outputs * (2 if GATED else 1)
-    factors = scale
-    if scale is not None:
-        factors += weight_row // unit_rows * scale_stride
+    unit = weight_row // unit_rows * row_stride
     for block in range(num_blocks):
         slot = block % STAGES
         mbarrier.wait(arrivals.index(slot), (block // STAGES) & 1)
-        rows = weights.index(slot).reshape((WEIGHTS, DEPTH))
+        rows = weights.index(slot).reshape((WEIGHTS, WORDS))
         columns_of_x = inputs.index(slot).permute((1, 0))
         if PER_BLOCK:
-            factor = gl.load(factors + (first // DEPTH + block) // unit_blocks, mask=is_row)
-            nothing = gl.zeros((WEIGHTS, ROWS), gl.float32, layout)
-            sums += _multiplied(rows, columns_of_x, nothing) * factor[:, None]
+            at = unit + (first // DEPTH + block) // unit_blocks * block_stride
+            factor = gl.load(scale + at, mask=is_row).to(gl.float32)
+            part = gl.zeros((WEIGHTS, ROWS), gl.float32, layout)
+            part = _multiplied(rows, columns_of_x, part, zeros, at, is_row)
+            sums += part * factor[:, None]
         else:
-            sums = _multiplied(rows, columns_of_x, sums)
+            sums = _multiplied(rows, columns_of_x, sums, None, unit, is_row)
         following = block + STAGES
         column = first + following * DEPTH
         _fetch_weights(weight, weights, arrivals, slot, tile, column, following < num_blocks, BYTES)
@@ -162,18 +170,22 @@ def _product_kernel(
         )  # fmt: skip
 
     if scale is not None and not PER_BLOCK:
-        sums *= gl.load(factors, mask=is_row)[:, None]
+        sums *= gl.load(scale + unit, mask=is_row)[:, None]
     out += split.to(gl.int64) * num_rows * num_outputs
     _write(sums, bias, out, first_row, tile, num_rows, num_outputs, GATED)
 
 
 @gluon.jit
-def _multiplied(rows, columns, sums):
+def _multiplied(rows, columns, sums, zeros, at, is_row):
     """Return sums + rows · columns; rows that are converted go through registers."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, k_width=2)
     if rows.dtype == columns.dtype:
         sums = warpgroup_mma(rows, columns, sums, is_async=True)
+    elif rows.dtype == gl.int32:
+        zero = gl.load(zeros + at, mask=is_row)
+        numbers = steps_of_words(rows.load(operand), zero, columns.dtype, operand)
+        sums = warpgroup_mma(numbers, columns, sums, is_async=True)
     else:
-        operand: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, k_width=2)
         numbers = widened(rows.load(operand), columns.dtype)
         sums = warpgroup_mma(numbers, columns, sums, is_async=True)
     return warpgroup_mma_wait(0, deps=(sums,))
@@ -185,6 +197,7 @@ def _fetch_weights(weight, weights, arrivals, stage, tile, column, is_inside, BY
     arrival = arrivals.index(stage)
     mbarrier.expect(arrival, BYTES, pred=is_inside)
     first = tile * weight.block_shape[0]
+    column = column // (_DEPTH // weight.block_shape[-1])
     if len(weight.block_shape) == 2:
         _load(weight, [first, column], arrival, weights.index(stage), pred=is_inside)
     else:

@@ -35,7 +35,7 @@ def small_linear(
     """See `linear.small_linear`. Rows of x may be strided, their elements not."""
     out = x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype or x.dtype)
     num_outputs, in_features = weight.shape
-    tiles = choose_tiles(num_outputs, in_features, x.shape[0], fp8=scale is not None)
+    tiles = choose_tiles(num_outputs, in_features, x.shape[0], bits=8 * weight.itemsize)
     if tiles.columns >= in_features:
         multiply(x, weight, scale, unit, bias, out, tiles)
         return out
@@ -57,7 +57,7 @@ def small_partials(
 ) -> Tensor:
     """See `linear.small_partials`; a sum in one program is returned whole. Rows may be strided."""
     num_outputs, in_features = weight.shape
-    tiles = choose_tiles(num_outputs, in_features, x.shape[0], fp8=scale is not None)
+    tiles = choose_tiles(num_outputs, in_features, x.shape[0], bits=8 * weight.itemsize)
     splits = triton.cdiv(in_features, tiles.columns)
     if splits == 1:
         return small_linear(x, weight, scale=scale, unit=unit)
@@ -74,7 +74,7 @@ def small_gate_up(
     if width % PAIRS_TOGETHER:
         return silu_and_mul(small_linear(x, weight, scale=scale, unit=unit))
     out = x.new_empty(x.shape[0], width)
-    tiles = choose_tiles(width, in_features, x.shape[0], gated=True, fp8=scale is not None)
+    tiles = choose_tiles(width, in_features, x.shape[0], gated=True, bits=8 * weight.itemsize)
     multiply(x, weight, scale, unit, None, out, tiles, is_gated=True)
     return out
 

@@ -41,7 +41,7 @@ def scaled_linear(
     out = x.new_empty(num_rows, num_outputs, dtype=out_dtype or x.dtype)
     if not num_rows:
         return out
-    columns = choose_tiles(num_outputs, in_features, num_rows, fp8=True).columns
+    columns = choose_tiles(num_outputs, in_features, num_rows, bits=8).columns
     splits = triton.cdiv(in_features, columns)
     parts = out if splits == 1 else out.new_empty(splits, *out.shape, dtype=torch.float32)
     rows = min(_MOST_ROWS, max(_FEWEST_ROWS, triton.next_power_of_2(num_rows)))

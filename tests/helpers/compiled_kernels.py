@@ -203,7 +203,7 @@ def compile_product(case, num_rows, num_outputs, gated, kind):
     weight = torch.zeros(num_outputs * (2 if gated else 1), 4096, dtype=dtype)
     out = torch.zeros(num_rows, num_outputs, dtype=torch.bfloat16)
     scale = torch.zeros(-(-len(weight) // unit[0]), 32) if fp8 else None
-    tiles = choose_tiles(num_outputs, 4096, num_rows, gated, fp8)
+    tiles = choose_tiles(num_outputs, 4096, num_rows, gated, 8 * weight.itemsize)
     with recorded(linear_gluon, case):
         linear_gluon.multiply(x, weight, scale, unit, None, out, tiles, gated)
 

@@ -51,7 +51,7 @@ class Fp8DraftWeight(WeightFormat):
 
     def _is_fastest(self, x: Tensor) -> bool:
         is_supported = linear.is_supported(x, self.plain.weight)
-        return is_supported and linear.is_ours(x.shape[0], fp8=True)
+        return is_supported and linear.is_ours(x.shape[0], bits=8)
 
 
 def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -58,7 +58,7 @@ def test_the_kernel_follows_the_reference(num_rows, num_outputs, in_features, un
 
 @pytest.mark.parametrize("unit", [(128, 128), (1, 1024)])
 def test_a_row_has_the_same_bits_alone_and_among_others(unit):
-    assert choose_tiles(40, 1024, 1, fp8=True).columns < 1024, "sums are split"
+    assert choose_tiles(40, 1024, 1, bits=8).columns < 1024, "sums are split"
     values, scale = made(40, 1024, unit)
     x = inputs(40, 1024)
     among = scaled_linear_triton.scaled_linear(x, values, scale, unit)
