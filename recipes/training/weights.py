@@ -18,6 +18,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 
+from serve_spec.layers.formats.choices import PLAIN
 from serve_spec.layers.module import Layer, tensor_defaults
 from serve_spec.models.decoder import Decoder
 from serve_spec.models.loader import load_target
@@ -108,7 +109,7 @@ def initialise(masters: MasterWeights, num_layers: int, generator: torch.Generat
 
 def load_frozen(folder: Path, device: torch.device, dtype: torch.dtype) -> Decoder:
     """Return the target in `folder` with plain weights, so gradients flow through its lm_head."""
-    model = load_target(folder, dtype, device, finish=False)
+    model = load_target(folder, dtype, device, finish=False, formats=PLAIN)
     assert isinstance(model, Decoder)
     model.lm_head.out_dtype = None
     return model.requires_grad_(False)

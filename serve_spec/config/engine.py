@@ -43,9 +43,9 @@ class ModelConfig(StrictModel):
     names it and bfloat16 if not."""
     max_model_len: int | None = Field(None, ge=1, le=MAX_POSITIONS)
     """Maximum length of prompt and output, in tokens; null: the model's own limit."""
-    quantization: Literal["auto", "fp8", "compressed-tensors", "modelopt", "awq", "gptq"] | None = (
-        None
-    )
+    quantization: (
+        Literal["auto", "fp8", "compressed-tensors", "modelopt", "awq", "gptq", "gguf"] | None
+    ) = None
     """Quantization of target weights: null, auto or the checkpoint's own, as in the checkpoint; fp8
     converts floats when they are loaded, with a scale per row, on GPUs of compute capability 8.9 or
     newer."""

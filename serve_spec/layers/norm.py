@@ -51,7 +51,7 @@ class RMSNorm(Layer):
         """
         if self._scaled is None:
             return self.parallel.add_norm(x, residual, self.weight, self.eps)
-        residual = residual + self.parallel.all_reduce(x)
+        residual = stream_of(x, residual, self.parallel)
         return self.forward(residual), residual
 
     def tensors(self) -> dict[str, Tensor]:

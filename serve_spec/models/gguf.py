@@ -1,4 +1,4 @@
-"""Tensors of GGUF files by their Hugging Face names, as floats."""
+"""Tensors of GGUF files by their Hugging Face names, as floats or as the blocks of their types."""
 
 from __future__ import annotations
 
@@ -34,9 +34,14 @@ _OF_LAYER = {
 _INTERLEAVED = ("llama",)
 
 
+def is_gguf(folder: Path | str) -> bool:
+    """Return whether `gguf_folder` made a folder."""
+    return (Path(folder) / INDEX).is_file()
+
+
 def open_gguf(folder: Path) -> Checkpoint | None:
     """Return the tensors of a folder that `gguf_folder` made; None for another folder."""
-    if not (folder / INDEX).is_file():
+    if not is_gguf(folder):
         return None
     index, config = read_json(folder / INDEX), read_json(folder / "config.json")
     heads = {}
@@ -45,17 +50,27 @@ def open_gguf(folder: Path) -> Checkpoint | None:
     tensors: dict[str, dict[str, Any]] = index["tensors"]
     files = sorted({entry["file"] for entry in tensors.values()})
     source = (folder / files[0]).resolve()
+    types = {
+        _name(stored).removesuffix(".weight"): entry["type"]
+        for stored, entry in tensors.items()
+        if len(entry["shape"]) > 1
+    }
     return Checkpoint(
         [
             GGUFFile(folder / file, {k: v for k, v in tensors.items() if v["file"] == file}, heads)
             for file in files
         ],
         source,
+        {"quant_method": "gguf", "types": types},
     )
 
 
 class GGUFFile(TensorFile):
-    """One GGUF file, mapped into memory; a tensor is dequantized when it is read."""
+    """One GGUF file, mapped into memory.
+
+    A tensor is dequantized when it is read. One of bytes, uint8 [N, K / columns, bytes], takes its
+    blocks as they are.
+    """
 
     def __init__(
         self, path: Path, tensors: Mapping[str, Mapping[str, Any]], heads: Mapping[str, int]
@@ -69,16 +84,38 @@ class GGUFFile(TensorFile):
     def read(self, name: str) -> Tensor:
         import gguf
 
-        stored, entry = self._stored[name]
-        kind = gguf.GGMLQuantizationType[entry["type"]]
+        kind = gguf.GGMLQuantizationType[self._stored[name][1]["type"]]
+        values = gguf.dequantize(self._bytes(name), kind)
+        return self._in_order(name, torch.from_numpy(np.array(values, dtype=np.float32)))
+
+    def shape_for(self, name: str, destination: Tensor) -> tuple[int, ...]:
+        if destination.dtype != torch.uint8:
+            return self.shapes[name]
+        import gguf
+
+        entry = self._stored[name][1]
+        columns, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[entry["type"]]]
+        return *entry["shape"][:-1], entry["shape"][-1] // columns, num_bytes
+
+    def _taken(self, name: str, destination: Tensor) -> Tensor:
+        if destination.dtype != torch.uint8:
+            return super()._taken(name, destination)
+        blocks = torch.from_numpy(np.array(self._bytes(name)))
+        return self._in_order(name, blocks.view(self.shape_for(name, destination)))
+
+    def _bytes(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Return the stored bytes of each row, [N, bytes]."""
+        entry = self._stored[name][1]
         data = np.memmap(
             self.path, mode="r", offset=entry["offset"], shape=(entry["bytes"],), dtype=np.uint8
         )
-        rows = data.reshape(*entry["shape"][:-1], -1)
-        values = torch.from_numpy(np.array(gguf.dequantize(rows, kind), dtype=np.float32))
-        layer = _LAYER.fullmatch(stored)
+        return data.reshape(*entry["shape"][:-1], -1)
+
+    def _in_order(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the rows of a tensor in the order of Hugging Face checkpoints."""
+        layer = _LAYER.fullmatch(self._stored[name][0])
         heads = None if layer is None else self._heads.get(layer[2])
-        return values if heads is None else _by_halves(values, heads)
+        return tensor if heads is None else _by_halves(tensor, heads)
 
 
 def _by_halves(values: Tensor, heads: int) -> Tensor:

@@ -19,14 +19,17 @@ from serve_spec.layers.formats.choices import PLAIN
 from serve_spec.layers.formats.fp8 import Fp8OnLoadFormats
 from serve_spec.layers.formats.registry import formats_of
 from serve_spec.layers.module import finish_loading, tensor_defaults
+from serve_spec.log import get_logger
 from serve_spec.models.config import read_config, read_json
 from serve_spec.models.dummy import dummy_checkpoint
-from serve_spec.models.gguf import open_gguf
+from serve_spec.models.gguf import is_gguf, open_gguf
 from serve_spec.models.interfaces import Config, Target, TargetFamily, TargetSpec
 from serve_spec.models.registry import find_family
 from serve_spec.models.weights import Checkpoint, open_weights
 from serve_spec.ops.scaled_linear import converts_fp8
 from serve_spec.parallel.group import SINGLE, TensorParallel
+
+_log = get_logger(__name__)
 
 
 def load_target(
@@ -48,11 +51,14 @@ def load_target(
     """
     file = open_target(path, load_format)
     file.check(max_model_len, parallel)
+    formats = formats or file.formats
     with tensor_defaults(dtype, device):
-        model = file.family.build(file.config, max_model_len, parallel, formats or file.formats)
+        model = file.family.build(file.config, max_model_len, parallel, formats)
     file.checkpoint.load_into(model.tensors())
     if finish:
         finish_loading(model)
+    if report := formats.report():
+        _log.info("%s: %s", path, report)
     model.path = Path(path)
     return model
 
@@ -72,7 +78,8 @@ class TargetFile:
         longest text; None: the config's.
         """
         directory = self.checkpoint.directory
-        if formats_of(self.config) is None:
+        # Files that tell their quantization themselves have the shapes of floats.
+        if formats_of(self.config) is None or self.checkpoint.quantization is not None:
             self.family.check(self.config, self.checkpoint.shapes, directory)
         else:
             self.checkpoint.check(self.skeleton(parallel).tensors())
@@ -103,6 +110,8 @@ def open_target(path: Path | str, load_format: str = "auto") -> TargetFile:
         empty = TargetFile(family, config, Checkpoint([], folder)).skeleton()
         return TargetFile(family, config, dummy_checkpoint(folder, empty.tensors()))
     checkpoint = (load_format == "auto" and open_gguf(folder)) or open_weights(folder, load_format)
+    if checkpoint.quantization is not None:
+        config = {**config, "quantization_config": checkpoint.quantization}
     checkpoint.rename(family.renames(checkpoint.shapes))
     if (formats := formats_of(config)) is not None:
         checkpoint.rename(formats.renames(checkpoint.shapes))
@@ -158,16 +167,22 @@ def quantized_formats(
     device: None is any. Raises ConfigError: the checkpoint is stored otherwise, or the device lacks
     such products.
     """
-    own = (read_target(path)[1].get("quantization_config") or {}).get("quant_method")
+    own = "gguf" if is_gguf(path) else _quant_method(path)
     if name in (None, "auto", own):
         return None
-    if own is not None or name != "fp8":
+    if own not in (None, "gguf") or name != "fp8":
         stored = "is not quantized" if own is None else f"has quant_method {own!r}"
         raise ConfigError(f"quantization={name!r}: the checkpoint {stored}; leave it out")
     if device is not None and not converts_fp8(device):
         why = f"only GPUs of compute capability 8.9 or newer are supported, and this is {device}"
         raise ConfigError(f"quantization='fp8': {why}; leave it out")
     return Fp8OnLoadFormats()
+
+
+def _quant_method(path: Path | str) -> str | None:
+    settings = read_target(path)[1].get("quantization_config") or {}
+    method: str | None = settings.get("quant_method")
+    return method
 
 
 def target_dtype(name: str, path: Path | str, device: torch.device) -> torch.dtype:

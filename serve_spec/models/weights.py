@@ -30,10 +30,19 @@ _MAX_NAMED = 5
 
 
 class Checkpoint:
-    """The tensors of one directory by name; contents are read on demand."""
+    """The tensors of one directory by name; contents are read on demand.
 
-    def __init__(self, files: Iterable[TensorFile], directory: Path) -> None:
+    quantization: a `quantization_config` that the files tell themselves, beside config.json.
+    """
+
+    def __init__(
+        self,
+        files: Iterable[TensorFile],
+        directory: Path,
+        quantization: Mapping[str, Any] | None = None,
+    ) -> None:
         self.directory = directory
+        self.quantization = quantization
         self._homes: dict[str, tuple[TensorFile, str]] = {}
         for file in files:
             for name in file.shapes:
@@ -125,14 +134,14 @@ class Checkpoint:
                 "them: correct config.json, or use a supported architecture"
             )
         for name, destination in destinations.items():
-            wanted = tuple(destination.shape)
+            wanted, (file, stored) = tuple(destination.shape), self._homes[name]
+            found = file.shape_for(stored, _tensor_of(destination))
             # Exporters do not agree on the shape of one number.
-            if shapes[name] != wanted and (shapes[name], wanted) != ((), (1,)):
+            if found != wanted and (found, wanted) != ((), (1,)):
                 raise CheckpointError(
-                    f"{self.directory}: tensor {name} is {list(shapes[name])}, expected "
+                    f"{self.directory}: tensor {name} is {list(found)}, expected "
                     f"{list(wanted)}; correct config.json or fetch the right file"
                 )
-            file, stored = self._homes[name]
             file.check_dtype(stored, file.dtype(stored), _tensor_of(destination))
 
     def _is_harmless(self, name: str) -> bool:
@@ -217,6 +226,10 @@ class TensorFile(Protocol):
     def copy_shard(self, name: str, shard: Shard) -> None:
         """Fill a part of a parameter, as `copy_into`."""
         shard.tensor.copy_(self._taken(name, shard.tensor)[shard.index])
+
+    def shape_for(self, name: str, destination: Tensor) -> tuple[int, ...]:
+        """Return the shape in which a tensor fills `destination`."""
+        return self.shapes[name]
 
     def dtype(self, name: str) -> torch.dtype | None:
         """Return the dtype of a tensor, without reading it; None: not known."""

@@ -36,7 +36,7 @@ def int4_linear(
     """Return x·Wᵀ + b in `out_dtype` (default: x's), W's numbers rounded to x's dtype.
 
     x: [T, K]; codes: `packed_codes`, int32 [N, tiles · PLANE]; scale: floats [G, N], zeros: uint8
-    [G, N], of K / G columns each; bias: [N]. Returns [T, N].
+    or floats [G, N], of K / G columns each, see `numbers`; bias: [N]. Returns [T, N].
     """
     if x.shape[0] <= _MOST_ROWS:
         return small_int4_linear(x, codes, scale, zeros, bias, out_dtype)
@@ -91,8 +91,18 @@ def unpacked_codes(words: Tensor, num_columns: int) -> Tensor:
 def dequantized(
     codes: Tensor, scale: Tensor, zeros: Tensor, num_columns: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return W [N, K] in `dtype`: (code - zero) · scale, computed in float32."""
-    groups = unpacked_codes(codes, num_columns).float().unflatten(1, (scale.shape[0], -1))
-    groups.sub_(zeros.T.float()[:, :, None]).mul_(scale.T.float()[:, :, None])
-    weight: Tensor = groups.flatten(1).to(dtype)
-    return weight
+    """Return W [N, K] in `dtype`, rounded from float32 `numbers`."""
+    groups = unpacked_codes(codes, num_columns).unflatten(1, (scale.shape[0], -1))
+    weight = numbers(groups, scale.T[:, :, None], zeros.T[:, :, None])
+    return weight.flatten(1).to(dtype)
+
+
+def numbers(codes: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
+    """Return what codes stand for, in float32. All three are broadcast.
+
+    zeros: integers, the code of 0: (code - zero) · scale; or floats, what code 0 stands for:
+    code · scale + zero.
+    """
+    if zeros.is_floating_point():
+        return codes.float().mul_(scale.float()).add_(zeros.float())
+    return codes.float().sub_(zeros.float()).mul_(scale.float())

@@ -79,9 +79,11 @@ def _plane_numbers(
     """Return what a plane of words [OUTPUTS, PLANE] stands for: float32, columns `column` on."""
     at = column // GROUP * num_outputs + outputs
     factor = tl.load(scale + at, mask=is_used, other=0.0).to(tl.float32)
-    zero = tl.load(zeros + at, mask=is_used, other=0).to(tl.int32)
-    steps = ((words >> 4 * plane) & 15) - zero[:, None]
-    return steps.to(tl.float32) * factor[:, None]
+    zero = tl.load(zeros + at, mask=is_used, other=0)
+    code = (words >> 4 * plane) & 15
+    if zero.dtype == tl.uint8:
+        return (code - zero.to(tl.int32)[:, None]).to(tl.float32) * factor[:, None]
+    return code.to(tl.float32) * factor[:, None] + zero.to(tl.float32)[:, None]
 
 
 @triton.jit

@@ -26,6 +26,7 @@ from serve_spec.ops import (
     int4_linear_triton,
     linear_gluon,
     paged_attention_triton,
+    scaled_linear_triton,
     shared_sum_triton,
 )
 from serve_spec.ops.linear import choose_tiles
@@ -39,6 +40,7 @@ OPS = (
     int4_linear_triton,
     linear_gluon,
     paged_attention_triton,
+    scaled_linear_triton,
     shared_sum_triton,
 )
 ATTENTION = {
@@ -208,21 +210,34 @@ def compile_product(case, num_rows, num_outputs, gated, kind):
         linear_gluon.multiply(x, weight, scale, unit, None, out, tiles, gated)
 
 
-def compile_int4_product(case, num_rows, num_outputs, group):
+def compile_int4_product(case, num_rows, num_outputs, group, zeros_dtype=torch.uint8):
     """Compile what a layer of an 8B model in four bits launches, in bfloat16."""
     x = torch.zeros(num_rows, 4096, dtype=torch.bfloat16)
     scale = torch.zeros(4096 // group, num_outputs, dtype=torch.float16)
     codes = torch.zeros(num_outputs, 512, dtype=torch.int32)
     with recorded(int4_linear_triton, case):
-        zeros = scale.to(torch.uint8)
+        zeros = scale.to(zeros_dtype)
         int4_linear_triton.small_int4_partials(x, codes, scale, zeros)
         int4_linear_triton.dequantized(codes, scale, zeros, 4096, x.dtype)
+
+
+def compile_grouped_int8_product(case, num_rows, columns, scale_dtype):
+    """Compile what a layer of an 8B model in eight bits launches.
+
+    columns: of a scale, which a row has for itself.
+    """
+    x = torch.zeros(num_rows, 4096, dtype=torch.bfloat16)
+    values = torch.zeros(4096, 4096, dtype=torch.int8)
+    scale = torch.zeros(4096, 4096 // columns, dtype=scale_dtype)
+    with recorded(scaled_linear_triton, case):
+        scaled_linear_triton.scaled_linear(x, values, scale, (1, columns))
 
 
 if __name__ == "__main__":
     for op in OPS:
         op.dependent_launch = lambda device: {"DEPENDENT": True, "launch_pdl": True}
     paged_attention_triton._num_multiprocessors = lambda device: 132
+    scaled_linear_triton.sum_splits = lambda parts, bias, out: None
     for case, settings in ATTENTION.items():
         compile_attention(case, **settings)
     for case, settings in ROTATION.items():
@@ -236,3 +251,6 @@ if __name__ == "__main__":
         compile_product("rows={} outputs={} gated={} {}".format(*shape), *shape)
     for shape in product((1, 32, 64, 128), (4096,), (32, 4096)):
         compile_int4_product("rows={} outputs={} group={}".format(*shape), *shape)
+    compile_int4_product("rows=32 outputs=4096 group=32 offsets", 32, 4096, 32, torch.float16)
+    for shape in product((1, 64), (16, 32), (torch.float16, torch.float32)):
+        compile_grouped_int8_product("rows={} columns={} {}".format(*shape), *shape)

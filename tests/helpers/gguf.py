@@ -1,6 +1,7 @@
 """Tiny GGUF files of the checkpoints that `tests/helpers/checkpoints.py` writes."""
 
 import json
+import zlib
 
 import gguf
 import numpy as np
@@ -30,7 +31,8 @@ NORMAL, CONTROL, UNUSED = 1, 3, 5
 def write_gguf(path, folder, kind="F32", shards=1, leave_out=(), rope_factors=None, **metadata):
     """Write a checkpoint's folder as GGUF, as llama.cpp converts it; returns the first file.
 
-    kind: type of the matrices; vectors are F32. leave_out: tensors, by their names in the file.
+    kind: type of the matrices, or a function from a name in the file to it; vectors are F32. Of
+    types that the package cannot write blocks are random. leave_out: tensors, by their names there.
     metadata: values by key, with `__` for dots; None leaves one out.
     """
     config = json.loads((folder / "config.json").read_text())
@@ -111,6 +113,24 @@ def _interleaved(name, tensor, config):
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(tensor.shape)
 
 
+# Where types that the package cannot write have factors in float16, and which they are.
+_FACTORS = {"Q4_K": ((0, 2.0**-11), (2, 2.0**-9)), "Q6_K": ((208, 2.0**-13),)}
+
+
+def blocks_of(tensor, kind):
+    """Return a matrix as bytes [N, bytes] of a type, or random ones of about its size."""
+    if kind.name not in _FACTORS:
+        return gguf.quantize(tensor, kind)
+    columns, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    shape = tensor.shape[0], tensor.shape[1] // columns, num_bytes
+    random = np.random.default_rng(zlib.crc32(tensor.tobytes()))
+    blocks = random.integers(0, 256, shape, dtype=np.uint8)
+    for place, factor in _FACTORS[kind.name]:
+        factors = factor * tensor.std() * random.uniform(0.5, 2.0, shape[:2])
+        blocks[..., place : place + 2] = factors.astype(np.float16)[..., None].view(np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
 def _shard(path, index, count):
     return path.with_name(f"{path.stem}-{index + 1:05}-of-{count:05}.gguf")
 
@@ -130,12 +150,12 @@ def _write(path, arch, values, tensors, kind):
             writer.add_float32(key, value)
         elif value is not None:
             writer.add_uint32(key, value)
-    quantized = gguf.GGMLQuantizationType[kind]
     for name, tensor in tensors.items():
         if tensor.ndim == 1:
             writer.add_tensor(name, tensor)
         else:
-            writer.add_tensor(name, gguf.quantize(tensor, quantized), raw_dtype=quantized)
+            quantized = gguf.GGMLQuantizationType[kind(name) if callable(kind) else kind]
+            writer.add_tensor(name, blocks_of(tensor, quantized), raw_dtype=quantized)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -143,6 +143,10 @@ class Formats:
         """
         return {}
 
+    def report(self) -> str:
+        """Return a line for the log on what was made of the matrices so far; empty: nothing."""
+        return ""
+
     def under(self, prefix: str) -> Formats:
         """Return the same formats for a module whose matrices' paths begin with `prefix`."""
         return _Under(self, prefix)

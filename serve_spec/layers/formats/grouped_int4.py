@@ -175,7 +175,7 @@ class StoredInt4(WeightFormat):
         """Return the packed weight on a GPU, for products in 16 bits; else floats."""
         matrix = self.int4_matrix()
         if self.codes.is_cuda and self._dtype in (torch.bfloat16, torch.float16):
-            return PackedInt4(matrix, self.bias)
+            return PackedInt4.of(matrix, self.bias)
         with tensor_defaults(self._dtype, self.codes.device):
             plain = PLAIN.of([*self.matrix.parts], self.matrix)
         assert isinstance(plain, PlainWeight)
@@ -233,17 +233,33 @@ def shared_groups(key: str, value: object) -> CheckpointError:
 
 
 class PackedInt4(WeightFormat):
-    """Codes of four bits in the layout of `ops.int4_linear`, dequantized while they are read."""
+    """Codes of four bits in the layout of `ops.int4_linear`, dequantized while they are read.
 
-    def __init__(self, matrix: Int4Matrix, bias: Tensor | None = None) -> None:
-        """Lay out a matrix; raise CheckpointError for groups that the product cannot have."""
+    codes: uint8 [N, K], of groups of neighbours. scale: float32 [N, G]; zeros: [N, G], uint8, the
+    code of 0, or float32, what code 0 stands for. bias: [N]. order: the column of x that each
+    column of codes is multiplied by; None: its own.
+    """
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        zeros: Tensor,
+        bias: Tensor | None = None,
+        order: Tensor | None = None,
+    ) -> None:
         super().__init__()
-        self._order = matrix.order()
-        codes = matrix.codes if self._order is None else matrix.codes[:, self._order]
         self._codes = packed_codes(codes)
-        self._scale = _narrowest(matrix.scale.T.contiguous())
-        self._zeros = matrix.zeros.T.contiguous()
+        self._scale, self._zeros = (narrowest(each.T.contiguous()) for each in (scale, zeros))
         self._bias = bias
+        self._order = order
+
+    @classmethod
+    def of(cls, matrix: Int4Matrix, bias: Tensor | None = None) -> PackedInt4:
+        """Lay out a matrix; raise CheckpointError for groups that the product cannot have."""
+        order = matrix.order()
+        codes = matrix.codes if order is None else matrix.codes[:, order]
+        return cls(codes, matrix.scale, matrix.zeros, bias, order)
 
     @property
     def num_bytes(self) -> int:
@@ -271,8 +287,13 @@ def nibbles(words: Tensor) -> Tensor:
     return torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)
 
 
-def _narrowest(scale: Tensor) -> Tensor:
-    """Return scales in 16 bits if these hold them, as they do if the file had 16."""
+def narrowest(scale: Tensor) -> Tensor:
+    """Return float32 scales in 16 bits if these hold them, as they do if the file had 16.
+
+    Integers are returned as they are.
+    """
+    if not scale.is_floating_point():
+        return scale
     for dtype in (torch.float16, torch.bfloat16):
         if torch.equal(scale.to(dtype).float(), scale):
             return scale.to(dtype)

@@ -4,8 +4,11 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.base import PACKAGED
@@ -13,14 +16,20 @@ from serve_spec.core.errors import CheckpointError
 from serve_spec.engine.chat_template import ChatTemplate
 from serve_spec.engine.check import check_checkpoints
 from serve_spec.engine.tokenizer import Tokenizer
+from serve_spec.layers.formats import gguf as gguf_format
+from serve_spec.layers.formats.gguf import BLOCKS, StackedWeight
+from serve_spec.layers.formats.grouped_int4 import PackedInt4
+from serve_spec.layers.formats.scaled import ResidentWeight
 from serve_spec.layers.rope import RopeScaling, inverse_frequencies
 from serve_spec.models.loader import load_target
+from serve_spec.parallel.group import SINGLE
 from tests.helpers.checkpoints import EOS_ID, make_target
 from tests.helpers.paged import run_text
+from tests.helpers.ranks import on_ranks
 from tests.helpers.sentencepiece_models import CORPUS, SAMPLES, train_sentencepiece
 
 gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
-from tests.helpers.gguf import write_gguf  # noqa: E402
+from tests.helpers.gguf import blocks_of, write_gguf  # noqa: E402
 
 PROMPT = torch.arange(3, 43)
 
@@ -307,3 +316,76 @@ def test_a_missing_package_is_named_with_the_command(made, tmp_path, monkeypatch
     ServeSpecConfig.load(str(path))  # its metadata is in the cache
     monkeypatch.setattr("serve_spec.config.gguf.find_spec", lambda name: None)
     assert_refused(path, "reading GGUF needs a package; run `pip install gguf`")
+
+
+# As on a GPU.
+
+
+@given(st.sampled_from(sorted(BLOCKS)), st.integers(0, 2**31))
+def test_numbers_of_a_block_are_those_of_the_package(kind, seed):
+    block, quantized = BLOCKS[kind], gguf.GGMLQuantizationType[kind]
+    assert (block.columns, block.num_bytes) == gguf.GGML_QUANT_SIZES[quantized]
+    random = np.random.default_rng(seed)
+    matrix = random.standard_normal((3, 2 * block.columns)).astype(np.float32)
+    stored = blocks_of(matrix, quantized)
+    expected = torch.from_numpy(gguf.dequantize(stored, quantized))
+    blocks = torch.from_numpy(stored).view(3, 2, block.num_bytes)
+    found = block.unpacked(blocks, None).linear(torch.eye(2 * block.columns)).T
+    assert torch.equal(found, expected)
+
+
+MIXED = {"attn_v": "Q6_K", "attn_k": "Q8_0", "attn_output": "F16", "token_embd": "Q6_K"}
+
+
+def mixed(name):
+    """The types of a file like those of Q4_K_M, and three in one product."""
+    return MIXED.get(name.split(".")[-2], "Q4_K")
+
+
+@pytest.mark.parametrize("family", ["llama2", "llama3", "qwen2"])
+@pytest.mark.parametrize("kind", [*BLOCKS, mixed])
+def test_a_packed_target_gives_the_log_probabilities_of_its_floats(
+    tmp_path, family, kind, monkeypatch
+):
+    """With rows that llama.cpp permutes and without; with tied matrices; and with biases."""
+    sizes = {"hidden": 256, "layers": 2, "num_key_value_heads": 4}
+    folder = make_target(tmp_path / "made", family, rope_scaling=None, **sizes)
+    path = write_gguf(tmp_path / "m.gguf", folder, kind)
+    target = ServeSpecConfig.load(str(path)).model.folder
+
+    def logprobs(parallel=SINGLE):
+        return run_text(load_target(target, torch.float32, parallel=parallel), PROMPT)[0]
+
+    expected = logprobs().log_softmax(-1)
+    monkeypatch.setattr(gguf_format, "stays_packed", lambda: True)
+    layers = load_target(target, torch.float32).layers
+    assert all(isinstance(layer.mlp.down.format, PackedInt4 | ResidentWeight) for layer in layers)
+    is_mixed = kind is mixed
+    assert all(isinstance(each.attention.qkv.format, StackedWeight) == is_mixed for each in layers)
+    torch.testing.assert_close(logprobs().log_softmax(-1), expected, rtol=0, atol=1e-4)
+    for found in on_ranks(2, logprobs):
+        torch.testing.assert_close(found.log_softmax(-1), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("is_packed", "report"),
+    [
+        (
+            True,
+            "matrices kept as in the file: 9 in Q4_K (0.5 MiB), 2 in Q6_K (0.1 MiB), "
+            "2 in Q8_0 (0.1 MiB); made floats: 2 in F16, 1 in Q6_K",
+        ),
+        (
+            False,
+            "matrices kept as in the file: none; "
+            "made floats: 2 in F16, 9 in Q4_K, 3 in Q6_K, 2 in Q8_0",
+        ),
+    ],
+)
+def test_a_log_line_tells_what_stays_as_it_is(tmp_path, monkeypatch, caplog, is_packed, report):
+    monkeypatch.setattr(gguf_format, "stays_packed", lambda: is_packed)
+    folder = make_target(tmp_path / "made", "qwen2", hidden=256, layers=2)
+    path = write_gguf(tmp_path / "m.gguf", folder, mixed)
+    with caplog.at_level("INFO", "serve_spec"):
+        logits(path)
+    assert report in caplog.text

@@ -77,7 +77,7 @@ def test_the_resident_form_multiplies_as_the_floats_do(tmp_path, name):
     parts = {f"m.{part}": Span(n, 0, n) for part, n in rows.items()}
     weight = formats.of([*parts], Matrix(parts, Span(192, 0, 192)))
     open_checkpoint(tmp_path).load_into(weight.tensors())
-    resident = PackedInt4(weight.int4_matrix())
+    resident = PackedInt4.of(weight.int4_matrix())
     assert resident.num_bytes < 80 * 192, "less than a byte each, with scales"
     for num_rows in (1, 7, 200):
         x = torch.randn(num_rows, 192, generator=generator)
@@ -302,4 +302,4 @@ def test_parts_of_one_product_that_order_columns_differently_are_floats_only():
     weight.scale.fill_(1.0)
     assert torch.equal(weight.linear(torch.eye(64)).T, torch.full((16, 64), -1.0))
     with pytest.raises(CheckpointError, match="g_idx: the parts of one product differ"):
-        PackedInt4(weight.int4_matrix())
+        PackedInt4.of(weight.int4_matrix())

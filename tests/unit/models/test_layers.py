@@ -34,10 +34,15 @@ def test_norms_are_computed_in_float32(finished):
     assert torch.equal(norm(x), torch.ones(1, 64, dtype=torch.float16))
 
 
-def test_the_fused_norm_leaves_its_inputs_alone():
+@pytest.mark.parametrize("finished", [False, True])
+def test_the_fused_norm_adds_partial_sums_and_leaves_its_inputs_alone(finished):
     norm = RMSNorm(8, 1e-6)
     norm.weight.fill_(2.0)
+    if finished:
+        norm.finish()
     x, residual = torch.ones(3, 8), torch.full((3, 8), 2.0)
+    for partials in (torch.ones(1, 3, 8), torch.full((4, 3, 8), 0.25)):
+        assert all(map(torch.equal, norm.add(partials, residual), norm.add(x, residual)))
     normed, total = norm.add(x, residual)
     assert torch.equal(total, torch.full((3, 8), 3.0))
     assert torch.equal(normed, norm(total))

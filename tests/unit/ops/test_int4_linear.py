@@ -13,30 +13,36 @@ from serve_spec.ops.linear import sum_partials  # isort: skip
 plain = reference(int4_linear)
 
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
-# (rows, outputs, in, columns of a group): tails of each, groups of less and more than a tile.
+# (rows, outputs, in, columns of a group, zeros): tails of each, groups below and above a tile.
 SHAPES = [
-    (1, 64, 128, 32),
-    (3, 40, 304, 16),
-    (17, 33, 1088, 64),
-    (40, 130, 384, 128),
-    (5, 70, 200, 200),
-    (2, 48, 1024, 256),
-    (70, 20, 256, 64),
+    (1, 64, 128, 32, torch.uint8),
+    (3, 40, 304, 16, torch.uint8),
+    (17, 33, 1088, 64, torch.uint8),
+    (40, 130, 384, 128, torch.uint8),
+    (5, 70, 200, 200, torch.uint8),
+    (2, 48, 1024, 256, torch.uint8),
+    (70, 20, 256, 64, torch.uint8),
+    (17, 40, 288, 32, torch.float16),
+    (2, 70, 96, 32, torch.float32),
 ]
 
 
-def weight(num_outputs, in_features, group, dtype=torch.float16):
+def weight(num_outputs, in_features, group, dtype=torch.float16, zeros_dtype=torch.uint8):
     """Return codes, scale and zeros of a random matrix, and the matrix."""
     generator = torch.Generator().manual_seed(1)
     codes = torch.randint(16, (num_outputs, in_features), generator=generator)
     sizes = in_features // group, num_outputs
-    zeros = torch.randint(17, sizes, generator=generator)
+    zeros = torch.randint(17, sizes, generator=generator).to(zeros_dtype)
     scale = torch.rand(sizes, generator=generator).to(dtype)
     each = torch.arange(in_features) // group
-    exact = (codes - zeros.T[:, each]) * scale.float().T[:, each]
+    factors = scale.float().T[:, each]
+    if zeros_dtype.is_floating_point:
+        zeros = (zeros / -3).to(zeros_dtype)
+        exact = codes * factors + zeros.float().T[:, each]
+    else:
+        exact = (codes - zeros.T[:, each].int()) * factors
     packed = packed_codes(codes.to(torch.uint8))
-    on_device = (tensor.to(DEVICE) for tensor in (packed, scale, zeros.to(torch.uint8)))
-    return (*on_device, exact.to(DEVICE))
+    return (*(tensor.to(DEVICE) for tensor in (packed, scale, zeros)), exact.to(DEVICE))
 
 
 def inputs(num_rows, in_features, dtype):
@@ -47,9 +53,9 @@ def inputs(num_rows, in_features, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("num_rows", "num_outputs", "in_features", "group"), SHAPES)
-def test_the_kernels_follow_the_reference(num_rows, num_outputs, in_features, group, dtype):
-    *stored, exact = weight(num_outputs, in_features, group)
+@pytest.mark.parametrize(("num_rows", "num_outputs", "in_features", "group", "zeros"), SHAPES)
+def test_the_kernels_follow_the_reference(num_rows, num_outputs, in_features, group, zeros, dtype):
+    *stored, exact = weight(num_outputs, in_features, group, zeros_dtype=zeros)
     assert torch.equal(plain.dequantized(*stored, in_features, torch.float32), exact)
     with poisoned_memory():
         rounded = int4_linear_triton.dequantized(*stored, in_features, dtype)

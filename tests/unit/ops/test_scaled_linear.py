@@ -56,10 +56,22 @@ def test_the_kernel_follows_the_reference(num_rows, num_outputs, in_features, un
         assert relative_error(found, expected) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("unit", [(128, 128), (1, 1024)])
-def test_a_row_has_the_same_bits_alone_and_among_others(unit):
+@pytest.mark.parametrize("unit", [(1, 16), (1, 32)])
+def test_scales_of_sixteen_bits_are_as_good_as_their_floats(unit):
+    values, scale = made(40, 96, unit, torch.int8)
+    x = inputs(3, 96)
+    found = scaled_linear_triton.scaled_linear(x, values, scale.half(), unit)
+    for law in (scaled_linear_triton, plain):
+        expected = law.scaled_linear(x, values, scale.half().float(), unit)
+        assert relative_error(found, expected) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("unit", "kind"), [((128, 128), E4M3), ((1, 1024), E4M3), ((1, 32), torch.int8)]
+)
+def test_a_row_has_the_same_bits_alone_and_among_others(unit, kind):
     assert choose_tiles(40, 1024, 1, bits=8).columns < 1024, "sums are split"
-    values, scale = made(40, 1024, unit)
+    values, scale = made(40, 1024, unit, kind)
     x = inputs(40, 1024)
     among = scaled_linear_triton.scaled_linear(x, values, scale, unit)
     for count in (0, 1, 2, 17, 33):
