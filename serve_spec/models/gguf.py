@@ -13,7 +13,7 @@ from torch import Tensor
 
 from serve_spec.config.gguf import INDEX
 from serve_spec.models.config import read_json
-from serve_spec.models.weights import Checkpoint, TensorFile
+from serve_spec.models.weights import Checkpoint, TensorFile, open_weights
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
@@ -37,6 +37,14 @@ _INTERLEAVED = ("llama",)
 def is_gguf(folder: Path | str) -> bool:
     """Return whether `gguf_folder` made a folder."""
     return (Path(folder) / INDEX).is_file()
+
+
+def open_files(folder: Path, load_format: str = "auto") -> Checkpoint:
+    """Open a folder's GGUF files, or its other weights, as `model.load_format` says.
+
+    Raises as `open_weights`.
+    """
+    return (load_format == "auto" and open_gguf(folder)) or open_weights(folder, load_format)
 
 
 def open_gguf(folder: Path) -> Checkpoint | None:

@@ -22,10 +22,10 @@ from serve_spec.layers.module import finish_loading, tensor_defaults
 from serve_spec.log import get_logger
 from serve_spec.models.config import read_config, read_json
 from serve_spec.models.dummy import dummy_checkpoint
-from serve_spec.models.gguf import is_gguf, open_gguf
+from serve_spec.models.gguf import is_gguf, open_files
 from serve_spec.models.interfaces import Config, Target, TargetFamily, TargetSpec
 from serve_spec.models.registry import find_family
-from serve_spec.models.weights import Checkpoint, open_weights
+from serve_spec.models.weights import Checkpoint
 from serve_spec.ops.scaled_linear import converts_fp8
 from serve_spec.parallel.group import SINGLE, TensorParallel
 
@@ -109,7 +109,7 @@ def open_target(path: Path | str, load_format: str = "auto") -> TargetFile:
     if load_format == "dummy":
         empty = TargetFile(family, config, Checkpoint([], folder)).skeleton()
         return TargetFile(family, config, dummy_checkpoint(folder, empty.tensors()))
-    checkpoint = (load_format == "auto" and open_gguf(folder)) or open_weights(folder, load_format)
+    checkpoint = open_files(folder, load_format)
     if checkpoint.quantization is not None:
         config = {**config, "quantization_config": checkpoint.quantization}
     checkpoint.rename(family.renames(checkpoint.shapes))

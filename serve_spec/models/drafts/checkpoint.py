@@ -27,13 +27,13 @@ from serve_spec.models.drafts.base import (
     Shapes,
     load_family,
 )
+from serve_spec.models.gguf import open_files
 from serve_spec.models.registry import class_defaults, known_defaults
 from serve_spec.models.weights import (
     Checkpoint,
     PickleFile,
     SafetensorsFile,
     TensorFile,
-    open_weights,
 )
 
 _NESTED = ("transformer_layer_config", "speculators_config")
@@ -100,7 +100,7 @@ def _open(directory: Path, load_format: str) -> Checkpoint:
             is_safe = path.suffix == ".safetensors"
             file: TensorFile = SafetensorsFile(path) if is_safe else PickleFile(path)
             return Checkpoint([file], directory)
-    return open_weights(directory, load_format)
+    return open_files(directory, load_format)
 
 
 def _recognised(directory: Path, config: Config, checkpoint: Checkpoint) -> DraftFile:
@@ -113,6 +113,8 @@ def _recognised(directory: Path, config: Config, checkpoint: Checkpoint) -> Draf
     names = family.current_names(stored)
     told = ", ".join(old for name in evidence.names for old, new in names.items() if new == name)
     checkpoint.rename(names)
+    if checkpoint.quantization is not None:
+        config = {**config, "quantization_config": checkpoint.quantization}
     formats = _formats(config, names, checkpoint)
     return DraftFile(
         directory,

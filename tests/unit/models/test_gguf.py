@@ -24,6 +24,7 @@ from serve_spec.layers.rope import RopeScaling, inverse_frequencies
 from serve_spec.models.loader import load_target
 from serve_spec.parallel.group import SINGLE
 from tests.helpers.checkpoints import EOS_ID, make_target
+from tests.helpers.engines import Pair, llm_maker, sampled_requests, texts
 from tests.helpers.paged import run_text
 from tests.helpers.ranks import on_ranks
 from tests.helpers.sentencepiece_models import CORPUS, SAMPLES, train_sentencepiece
@@ -389,3 +390,15 @@ def test_a_log_line_tells_what_stays_as_it_is(tmp_path, monkeypatch, caplog, is_
     with caplog.at_level("INFO", "serve_spec"):
         logits(path)
     assert report in caplog.text
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_a_file_drafts_for_another_and_changes_no_text(tmp_path, monkeypatch, is_packed):
+    monkeypatch.setattr(gguf_format, "stays_packed", lambda: is_packed)
+    folder = make_target(tmp_path / "made", "llama2", layers=4, layer_scale=0.25)
+    files = [write_gguf(tmp_path / f"{kind}.gguf", folder, kind) for kind in ("Q8_0", "Q4_1")]
+    make, requests = llm_maker(Pair(files[0], {"STANDALONE": files[1]}), "cpu"), sampled_requests()
+    plain = texts(make().generate(*requests))
+    outputs = make("STANDALONE", 3).generate(*requests)
+    assert texts(outputs) == plain
+    assert sum(output.speculation.num_correct_drafts for output in outputs) > 20
