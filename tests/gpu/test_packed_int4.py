@@ -1,12 +1,17 @@
-"""Targets in four bits on a GPU: codes stay packed, and products are those of the floats."""
+"""Targets in four bits and in GGUF on a GPU: they stay so, and products are those of the floats."""
 
 import pytest
 import torch
 
+from serve_spec.config import ServeSpecConfig
+from serve_spec.layers.formats import grouped_int4
+from serve_spec.layers.formats.gguf import BLOCKS
 from serve_spec.layers.formats.grouped_int4 import PackedInt4
+from serve_spec.layers.formats.scaled import ResidentWeight
 from serve_spec.models.loader import load_target
 from tests.helpers import packed
 from tests.helpers.checkpoints import make_target
+from tests.helpers.gguf import write_gguf
 from tests.helpers.paged import PagedSequences
 
 pytestmark = pytest.mark.gpu
@@ -33,11 +38,32 @@ def test_a_packed_target_gives_the_logits_of_its_floats(tmp_path, name, dtype):
     assert (found - expected).norm() < 0.02 * expected.norm()
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq ordered"])
-def test_a_row_has_the_same_bits_in_a_graph_alone_and_among_others(tmp_path, name):
-    model = load_target(repacked(tmp_path, name)[0], torch.bfloat16, DEVICE)
+def gguf_folder(folder, kind, monkeypatch):
+    monkeypatch.setenv("SERVE_SPEC_CACHE", str(folder / "cache"))
+    made = make_target(folder / "made", "llama2", layers=2, hidden=256)
+    path = write_gguf(folder / "m.gguf", made, kind)
+    return ServeSpecConfig.load(str(path)).model.folder
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_gguf_target_gives_the_logits_of_its_floats(tmp_path, monkeypatch, kind, dtype):
+    folder = gguf_folder(tmp_path, kind, monkeypatch)
+    found = logits(folder, dtype)
+    monkeypatch.setattr(grouped_int4, "stays_packed", lambda *_: False)
+    expected = logits(folder, dtype)
+    assert 0 < (found - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq ordered", *BLOCKS])
+def test_a_row_has_the_same_bits_in_a_graph_alone_and_among_others(tmp_path, monkeypatch, name):
+    if name in BLOCKS:
+        folder = gguf_folder(tmp_path, name, monkeypatch)
+    else:
+        folder, _ = repacked(tmp_path, name)
+    model = load_target(folder, torch.bfloat16, DEVICE)
     product = model.layers[0].attention.qkv.format
-    assert isinstance(product, PackedInt4)
+    assert isinstance(product, PackedInt4 | ResidentWeight)
     generator = torch.Generator(DEVICE).manual_seed(0)
     x = torch.randn(128, 256, generator=generator, device=DEVICE).bfloat16()
     among = product.linear(x)

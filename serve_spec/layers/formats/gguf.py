@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from serve_spec.layers.formats import grouped_int4
 from serve_spec.layers.formats.base import Formats, Matrix, WeightFormat
 from serve_spec.layers.formats.choices import PLAIN
 from serve_spec.layers.formats.grouped_int4 import PackedInt4, narrowest
@@ -25,12 +26,6 @@ from serve_spec.layers.module import Destination, Span, parameter
 
 GROUP = 32
 """Columns of a scale; of Q6_K half as many."""
-
-
-def stays_packed() -> bool:
-    """Return whether matrices of torch's default device and dtype stay as a file has them."""
-    is_short = torch.get_default_dtype() in (torch.bfloat16, torch.float16)
-    return torch.get_default_device().type == "cuda" and is_short
 
 
 @dataclass(frozen=True)
@@ -117,7 +112,8 @@ class GgufFormats(Formats):
 
     def of(self, paths: Sequence[str], matrix: Matrix) -> WeightFormat:
         """See `Formats`. Neighbouring parts of one type are one product."""
-        if matrix.tied is not None or not stays_packed():
+        device, dtype = torch.get_default_device(), torch.get_default_dtype()
+        if matrix.tied is not None or not grouped_int4.stays_packed(device, dtype):
             return PLAIN.of(paths, matrix)
         parts = zip(paths, matrix.parts, strict=True)
         formats = [

@@ -174,7 +174,7 @@ class StoredInt4(WeightFormat):
     def finish(self) -> WeightFormat:
         """Return the packed weight on a GPU, for products in 16 bits; else floats."""
         matrix = self.int4_matrix()
-        if self.codes.is_cuda and self._dtype in (torch.bfloat16, torch.float16):
+        if stays_packed(self.codes.device, self._dtype):
             return PackedInt4.of(matrix, self.bias)
         with tensor_defaults(self._dtype, self.codes.device):
             plain = PLAIN.of([*self.matrix.parts], self.matrix)
@@ -224,6 +224,11 @@ class TransposedInt4(StoredInt4):
         tensors |= self.group_destinations(".qzeros", self.zeros, 1, 0)
         tensors |= self.group_destinations(".scales", self.scale, 1, 0)
         return tensors | self.common_tensors()
+
+
+def stays_packed(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether matrices keep their codes there: on GPUs, for products in 16 bits."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
 def shared_groups(key: str, value: object) -> CheckpointError:

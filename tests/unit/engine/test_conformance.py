@@ -19,8 +19,14 @@ from serve_spec.adaptive import StepPolicy
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.request import SpeculativeOptions
 from serve_spec.core.round import AS_DRAWN, RoundSteps
+from serve_spec.layers.formats import grouped_int4, scaled
+from serve_spec.layers.formats.grouped_int4 import PackedInt4
+from serve_spec.layers.formats.scaled import ResidentWeight
+from tests.helpers import packed
+from tests.helpers import quantized as quantized_checkpoints
 from tests.helpers.checkpoints import EOS_ID, VOCAB
 from tests.helpers.engines import recorded_plans, recorded_steps
+from tests.helpers.gguf import write_gguf
 from tests.helpers.grammars import PARENTHESES, check_text
 from tests.helpers.table import (
     DRAFTING_ROWS,
@@ -32,6 +38,8 @@ from tests.helpers.table import (
     as_texts,
     compare,
     llm_maker,
+    make_checkpoints,
+    maker_of,
     run,
 )
 
@@ -387,6 +395,46 @@ MIXTURES = [
 def test_mixtures_of_experts_answer_as_plain_decoding_alone(tmp_path_factory, family, row, event):
     make = table_maker(tmp_path_factory, "cpu", family=family)
     check(EVENTS[event](make, row), decode_alone(make), row, event)
+
+
+@pytest.fixture(scope="module", params=["fp8 blocks", "awq", "Q4_1"])
+def quantized(request, tmp_path_factory):
+    """Return the engines of a quantized target, whose weights stay so as on a GPU, and `alone`."""
+    with pytest.MonkeyPatch.context() as patch:
+        root = tmp_path_factory.mktemp("quantized")
+        patch.setenv("SERVE_SPEC_CACHE", str(root / "cache"))
+        patch.setattr(scaled, "fits_kernel", lambda *_: True)
+        patch.setattr(grouped_int4, "stays_packed", lambda *_: True)
+        make = quantized_maker(root, request.param)
+        layers = make(PLAIN).engine.worker.target.model.layers
+        assert all(isinstance(each.mlp.down.format, PackedInt4 | ResidentWeight) for each in layers)
+        yield make, decode_alone(make)
+
+
+def quantized_maker(root, name, device="cpu"):
+    """Return `table_maker`'s function for a target in a format, or a type of GGUF."""
+    pair = make_checkpoints(root)
+    if name in quantized_checkpoints.FORMATS:
+        target, _ = quantized_checkpoints.repack(pair.target, root, name)
+    elif name in packed.FORMATS:
+        target, _ = packed.repack(pair.target, root, name)
+    else:
+        target = write_gguf(root / "target.gguf", pair.target, name)
+    make = maker_of(replace(pair, target=target), device)
+    return lambda row, **keys: make(row, **{"max_model_len": MAX_MODEL_LEN, **keys})
+
+
+@pytest.mark.parametrize(
+    ("row", "event"),
+    [
+        (Row("EAGLE3"), "chunks"),
+        (Row("EAGLE3", is_tree=True), "preemption"),
+        (Row("NGRAM"), "prefix"),
+    ],
+)
+def test_quantized_targets_answer_as_plain_decoding_alone(quantized, row, event):
+    make, alone = quantized
+    check(EVENTS[event](make, row), alone, row, event)
 
 
 def check(answers, alone, row, event, *, tolerance=5e-5, tree_tokens=TREE_TOKENS, ranks=0.0):

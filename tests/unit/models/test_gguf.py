@@ -16,7 +16,7 @@ from serve_spec.core.errors import CheckpointError
 from serve_spec.engine.chat_template import ChatTemplate
 from serve_spec.engine.check import check_checkpoints
 from serve_spec.engine.tokenizer import Tokenizer
-from serve_spec.layers.formats import gguf as gguf_format
+from serve_spec.layers.formats import grouped_int4
 from serve_spec.layers.formats.gguf import BLOCKS, StackedWeight
 from serve_spec.layers.formats.grouped_int4 import PackedInt4
 from serve_spec.layers.formats.scaled import ResidentWeight
@@ -358,7 +358,7 @@ def test_a_packed_target_gives_the_log_probabilities_of_its_floats(
         return run_text(load_target(target, torch.float32, parallel=parallel), PROMPT)[0]
 
     expected = logprobs().log_softmax(-1)
-    monkeypatch.setattr(gguf_format, "stays_packed", lambda: True)
+    monkeypatch.setattr(grouped_int4, "stays_packed", lambda *_: True)
     layers = load_target(target, torch.float32).layers
     assert all(isinstance(layer.mlp.down.format, PackedInt4 | ResidentWeight) for layer in layers)
     is_mixed = kind is mixed
@@ -384,7 +384,7 @@ def test_a_packed_target_gives_the_log_probabilities_of_its_floats(
     ],
 )
 def test_a_log_line_tells_what_stays_as_it_is(tmp_path, monkeypatch, caplog, is_packed, report):
-    monkeypatch.setattr(gguf_format, "stays_packed", lambda: is_packed)
+    monkeypatch.setattr(grouped_int4, "stays_packed", lambda *_: is_packed)
     folder = make_target(tmp_path / "made", "qwen2", hidden=256, layers=2)
     path = write_gguf(tmp_path / "m.gguf", folder, mixed)
     with caplog.at_level("INFO", "serve_spec"):
@@ -394,7 +394,7 @@ def test_a_log_line_tells_what_stays_as_it_is(tmp_path, monkeypatch, caplog, is_
 
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_a_file_drafts_for_another_and_changes_no_text(tmp_path, monkeypatch, is_packed):
-    monkeypatch.setattr(gguf_format, "stays_packed", lambda: is_packed)
+    monkeypatch.setattr(grouped_int4, "stays_packed", lambda *_: is_packed)
     folder = make_target(tmp_path / "made", "llama2", layers=4, layer_scale=0.25)
     files = [write_gguf(tmp_path / f"{kind}.gguf", folder, kind) for kind in ("Q8_0", "Q4_1")]
     make, requests = llm_maker(Pair(files[0], {"STANDALONE": files[1]}), "cpu"), sampled_requests()
