@@ -5,6 +5,7 @@ import zlib
 
 import gguf
 import numpy as np
+import torch
 from safetensors.numpy import load_file
 
 from tests.helpers.checkpoints import BOS_ID, EOS_ID
@@ -129,6 +130,14 @@ def blocks_of(tensor, kind):
         factors = factor * tensor.std() * random.uniform(0.5, 2.0, shape[:2])
         blocks[..., place : place + 2] = factors.astype(np.float16)[..., None].view(np.uint8)
     return blocks.reshape(shape[0], -1)
+
+
+def pack_gguf(weight, kind):
+    """Return a matrix as blocks [N, K / columns, bytes] of a type, and what they stand for."""
+    kind = gguf.GGMLQuantizationType[kind]
+    rows = blocks_of(weight.numpy(), kind)
+    blocks = torch.from_numpy(rows).unflatten(1, (-1, gguf.GGML_QUANT_SIZES[kind][1]))
+    return {"weight": blocks}, torch.from_numpy(gguf.dequantize(rows, kind))
 
 
 def _shard(path, index, count):

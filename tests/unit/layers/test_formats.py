@@ -12,6 +12,7 @@ from serve_spec.layers.formats.awq import AwqWeight
 from serve_spec.layers.formats.base import Formats, WeightFormat
 from serve_spec.layers.formats.choices import PLAIN
 from serve_spec.layers.formats.fp16 import Fp16Weight, fp16_works, lossless_exponent
+from serve_spec.layers.formats.gguf import BLOCKS, BlockWeight
 from serve_spec.layers.formats.gptq import GptqWeight
 from serve_spec.layers.formats.grouped_int4 import Groups
 from serve_spec.layers.formats.int8 import quantized_rows
@@ -25,6 +26,7 @@ from serve_spec.models.loader import load_target
 from serve_spec.models.weights import open_checkpoint
 from serve_spec.parallel.group import SINGLE
 from tests.helpers.checkpoints import make_target, read_checkpoint, write_checkpoint
+from tests.helpers.gguf import pack_gguf
 from tests.helpers.packed import pack_awq, pack_compressed, pack_gptq
 from tests.helpers.paged import PagedSequences
 from tests.helpers.quantized import fp8_blocks, fp8_matrix, fp8_rows, int8_rows
@@ -232,6 +234,11 @@ def int4(kind, pack, **keywords):
     return kind, partial(pack, **keywords)
 
 
+def gguf(kind):
+    """Return a type of GGUF, and how a matrix is stored in it."""
+    return lambda matrix: BlockWeight(matrix, BLOCKS[kind]), partial(pack_gguf, kind=kind)
+
+
 # Blocks of 3 rows and 5 columns end inside the shards of two ranks.
 KINDS = {
     "floats": (PlainWeight, as_floats),
@@ -252,6 +259,9 @@ KINDS = {
         size=16,
         symmetric=False,
     ),
+    "gguf Q4_0": gguf("Q4_0"),
+    "gguf Q4_1": gguf("Q4_1"),
+    "gguf Q8_0": gguf("Q8_0"),
 }
 
 
@@ -266,7 +276,7 @@ def test_ranks_of_any_format_give_the_product_of_the_whole_matrix(
 ):
     """Stacked matrices with biases, stored by names, layouts and dtypes of the format's own."""
     monkeypatch.setattr(scaled_format, "fits_kernel", lambda *_: "resident" in name)
-    num_in, parts = 32, {"left": 32, "right": 16}
+    num_in, parts = 64, {"left": 32, "right": 16}
     kind, pack = KINDS[name]
     generator = torch.Generator().manual_seed(0)
     stored, weights, biases = {}, [], []
