@@ -1,4 +1,4 @@
-"""Four- and eight-bit integers of GGUF files: types Q4_0, Q4_1, Q4_K, Q6_K and Q8_0.
+"""Integers of GGUF files: types Q4_0, Q4_1, Q4_K, Q5_0, Q6_K and Q8_0.
 
 They stay as they are on GPUs, for products in 16 bits. Elsewhere the file is read as floats, and so
 are matrices of other types.
@@ -189,6 +189,14 @@ def _q4_k(blocks: Tensor, bias: Tensor | None) -> WeightFormat:
     return PackedInt4(_nibbles(blocks[..., 16:], 32), scale.flatten(1), -minimum.flatten(1), bias)
 
 
+def _q5_0(blocks: Tensor, bias: Tensor | None) -> WeightFormat:
+    """Bytes: scale, 4 with the upper bits of 32 numbers, 16 pairs."""
+    places = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    high = (blocks[..., 2:6, None] >> places & 1).flatten(1)
+    values = (_nibbles(blocks[..., 6:], 16) | high << 4).to(torch.int8).sub_(16)
+    return ResidentWeight(values, narrowest(_halves(blocks, 0)), (1, GROUP), bias)
+
+
 def _q6_k(blocks: Tensor, bias: Tensor | None) -> WeightFormat:
     """Bytes: 2 times 64 pairs of lower bits, 2 times 32 fours of upper bits, 16 scales, factor."""
     low, fours = _nibbles(blocks[..., :128], 64), blocks[..., 128:192].unflatten(2, (2, 1, 32))
@@ -210,6 +218,7 @@ BLOCKS = {
     "Q4_0": BlockType(GROUP, 18, _q4_0),
     "Q4_1": BlockType(GROUP, 20, _q4_1),
     "Q4_K": BlockType(8 * GROUP, 144, _q4_k),
+    "Q5_0": BlockType(GROUP, 22, _q5_0),
     "Q6_K": BlockType(8 * GROUP, 210, _q6_k),
     "Q8_0": BlockType(GROUP, 34, _q8_0),
 }

@@ -17,11 +17,12 @@ from serve_spec.engine.chat_template import ChatTemplate
 from serve_spec.engine.check import check_checkpoints
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.layers.formats import grouped_int4
+from serve_spec.layers.formats.fp8 import Fp8OnLoadFormats
 from serve_spec.layers.formats.gguf import BLOCKS, StackedWeight
 from serve_spec.layers.formats.grouped_int4 import PackedInt4
 from serve_spec.layers.formats.scaled import ResidentWeight
 from serve_spec.layers.rope import RopeScaling, inverse_frequencies
-from serve_spec.models.loader import load_target
+from serve_spec.models.loader import load_target, quantized_formats
 from serve_spec.parallel.group import SINGLE
 from tests.helpers.checkpoints import EOS_ID, make_target
 from tests.helpers.engines import Pair, llm_maker, sampled_requests, texts
@@ -402,3 +403,13 @@ def test_a_file_drafts_for_another_and_changes_no_text(tmp_path, monkeypatch, is
     outputs = make("STANDALONE", 3).generate(*requests)
     assert texts(outputs) == plain
     assert sum(output.speculation.num_correct_drafts for output in outputs) > 20
+
+
+def test_a_file_is_quantized_as_it_says_or_in_fp8(made, tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", made("llama2"), "Q8_0")
+    folder = ServeSpecConfig.load(str(path), quantization="gguf").model.folder
+    for name in (None, "auto", "gguf"):
+        assert quantized_formats(name, folder, None) is None
+    assert isinstance(quantized_formats("fp8", folder, None), Fp8OnLoadFormats)
+    with pytest.raises(ConfigError, match="'awq': the checkpoint has quant_method 'gguf'; leave"):
+        quantized_formats("awq", folder, None)
