@@ -32,23 +32,28 @@ def int4_linear(
     zeros: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    factors: Tensor | None = None,
 ) -> Tensor:
     """Return x·Wᵀ + b in `out_dtype` (default: x's), W's numbers rounded to x's dtype.
 
-    x: [T, K]; codes: `packed_codes`, int32 [N, tiles · PLANE]; scale: floats [G, N], zeros: uint8
-    or floats [G, N], of K / G columns each, see `numbers`; bias: [N]. Returns [T, N].
+    x: [T, K]; codes: `packed_codes`, int32 [N, tiles · PLANE]; bias: [N]. Returns [T, N].
+    scale, zeros: [G, N], of K / G columns each. Numbers of W are (code - zero) · scale if zeros are
+    uint8, code · scale + zero if they are floats. factors: floats [2, F, N], of K / F columns each,
+    F divides G: with them scale and zeros are uint8, and stand for floats, their products.
     """
     if x.shape[0] <= _MOST_ROWS:
-        return small_int4_linear(x, codes, scale, zeros, bias, out_dtype)
-    weight = dequantized(codes, scale, zeros, x.shape[1], x.dtype)
+        return small_int4_linear(x, codes, scale, zeros, bias, out_dtype, factors)
+    weight = dequantized(codes, scale, zeros, x.shape[1], x.dtype, factors)
     return linear.linear(x, weight, bias, out_dtype)
 
 
-def int4_partials(x: Tensor, codes: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
+def int4_partials(
+    x: Tensor, codes: Tensor, scale: Tensor, zeros: Tensor, factors: Tensor | None = None
+) -> Tensor:
     """Return `int4_linear`, or partial sums of it: see `linear.sum_partials`."""
     if x.shape[0] <= _MOST_ROWS:
-        return small_int4_partials(x, codes, scale, zeros)
-    return int4_linear(x, codes, scale, zeros)
+        return small_int4_partials(x, codes, scale, zeros, factors)
+    return int4_linear(x, codes, scale, zeros, factors=factors)
 
 
 @has_kernel
@@ -59,17 +64,20 @@ def small_int4_linear(
     zeros: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    factors: Tensor | None = None,
 ) -> Tensor:
     """Return `int4_linear` of at most 128 rows, summed in float32 and rounded once."""
-    weight = dequantized(codes, scale, zeros, x.shape[1], x.dtype).float()
+    weight = dequantized(codes, scale, zeros, x.shape[1], x.dtype, factors).float()
     bias = None if bias is None else bias.float()
     return F.linear(x.float(), weight, bias).to(out_dtype or x.dtype)
 
 
 @has_kernel
-def small_int4_partials(x: Tensor, codes: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
+def small_int4_partials(
+    x: Tensor, codes: Tensor, scale: Tensor, zeros: Tensor, factors: Tensor | None = None
+) -> Tensor:
     """Return the partial sums of `small_int4_linear`: float32 [n, T, N], n by shape."""
-    return small_int4_linear(x, codes, scale, zeros, None, torch.float32)[None]
+    return small_int4_linear(x, codes, scale, zeros, None, torch.float32, factors)[None]
 
 
 def packed_codes(codes: Tensor) -> Tensor:
@@ -89,20 +97,22 @@ def unpacked_codes(words: Tensor, num_columns: int) -> Tensor:
 
 @has_kernel
 def dequantized(
-    codes: Tensor, scale: Tensor, zeros: Tensor, num_columns: int, dtype: torch.dtype
+    codes: Tensor,
+    scale: Tensor,
+    zeros: Tensor,
+    num_columns: int,
+    dtype: torch.dtype,
+    factors: Tensor | None = None,
 ) -> Tensor:
-    """Return W [N, K] in `dtype`, rounded from float32 `numbers`."""
-    groups = unpacked_codes(codes, num_columns).unflatten(1, (scale.shape[0], -1))
-    weight = numbers(groups, scale.T[:, :, None], zeros.T[:, :, None])
-    return weight.flatten(1).to(dtype)
-
-
-def numbers(codes: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
-    """Return what codes stand for, in float32. All three are broadcast.
-
-    zeros: integers, the code of 0: (code - zero) · scale; or floats, what code 0 stands for:
-    code · scale + zero.
-    """
+    """Return W [N, K] in `dtype`, see `int4_linear`, computed in float32."""
+    groups = unpacked_codes(codes, num_columns).float().unflatten(1, (len(scale), -1))
+    if factors is not None:
+        pair = factors.float().repeat_interleave(len(scale) // factors.shape[1], dim=1)
+        scale, zeros = pair[0] * scale, pair[1] * zeros
+    factor, zero = scale.T.float()[:, :, None], zeros.T.float()[:, :, None]
     if zeros.is_floating_point():
-        return codes.float().mul_(scale.float()).add_(zeros.float())
-    return codes.float().sub_(zeros.float()).mul_(scale.float())
+        groups.mul_(factor).add_(zero)
+    else:
+        groups.sub_(zero).mul_(factor)
+    weight: Tensor = groups.flatten(1).to(dtype)
+    return weight

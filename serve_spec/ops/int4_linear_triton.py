@@ -32,15 +32,18 @@ def small_int4_linear(
     zeros: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    factors: Tensor | None = None,
 ) -> Tensor:
     """See `int4_linear.small_int4_linear`. Rows of x may be strided, their elements not."""
-    sums = small_int4_partials(x, codes, scale, zeros)
+    sums = small_int4_partials(x, codes, scale, zeros, factors)
     out = x.new_empty(sums.shape[1:], dtype=out_dtype or x.dtype)
     sum_splits(sums, bias, out)
     return out
 
 
-def small_int4_partials(x: Tensor, codes: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
+def small_int4_partials(
+    x: Tensor, codes: Tensor, scale: Tensor, zeros: Tensor, factors: Tensor | None = None
+) -> Tensor:
     """See `int4_linear.small_int4_partials`. Rows of x may be strided, their elements not."""
     (num_rows, in_features), (num_groups, num_outputs) = x.shape, scale.shape
     columns = choose_tiles(num_outputs, in_features, num_rows).columns
@@ -49,9 +52,10 @@ def small_int4_partials(x: Tensor, codes: Tensor, scale: Tensor, zeros: Tensor) 
     rows = min(_MOST_ROWS, max(_FEWEST_ROWS, triton.next_power_of_2(num_rows)))
     grid = triton.cdiv(num_outputs, _OUTPUTS), splits, triton.cdiv(num_rows, rows)
     _int4_kernel[grid](
-        x, codes, scale, zeros, partials,
+        x, codes, scale, zeros, factors, partials,
         num_rows, num_outputs, in_features, x.stride(0), codes.stride(0),
-        GROUP=in_features // num_groups, COLUMNS=columns, OUTPUTS=_OUTPUTS,
+        GROUP=in_features // num_groups, SUPER=_columns_of_factors(factors, in_features),
+        COLUMNS=columns, OUTPUTS=_OUTPUTS,
         ROWS=rows, PLANE=PLANE, TILE=TILE,
         num_warps=4, num_stages=4, **dependent_launch(x.device),
     )  # fmt: skip
@@ -59,28 +63,44 @@ def small_int4_partials(x: Tensor, codes: Tensor, scale: Tensor, zeros: Tensor) 
 
 
 def dequantized(
-    codes: Tensor, scale: Tensor, zeros: Tensor, num_columns: int, dtype: torch.dtype
+    codes: Tensor,
+    scale: Tensor,
+    zeros: Tensor,
+    num_columns: int,
+    dtype: torch.dtype,
+    factors: Tensor | None = None,
 ) -> Tensor:
     """See `int4_linear.dequantized`."""
     num_groups, num_outputs = scale.shape
     weight = torch.empty(num_outputs, num_columns, dtype=dtype, device=codes.device)
     _dequantize_kernel[(triton.cdiv(num_outputs, _OUTPUTS), triton.cdiv(num_columns, TILE))](
-        codes, scale, zeros, weight, num_outputs, num_columns, codes.stride(0),
-        GROUP=num_columns // num_groups, OUTPUTS=_OUTPUTS, PLANE=PLANE, TILE=TILE,
-        num_warps=4, **dependent_launch(codes.device),
+        codes, scale, zeros, factors, weight, num_outputs, num_columns, codes.stride(0),
+        GROUP=num_columns // num_groups, SUPER=_columns_of_factors(factors, num_columns),
+        OUTPUTS=_OUTPUTS, PLANE=PLANE, TILE=TILE, num_warps=4, **dependent_launch(codes.device),
     )  # fmt: skip
     return weight
 
 
+def _columns_of_factors(factors: Tensor | None, num_columns: int) -> int:
+    return num_columns if factors is None else num_columns // factors.shape[1]
+
+
 @triton.jit
 def _plane_numbers(
-    words, plane, column, scale, zeros, outputs, is_used, num_outputs, GROUP: tl.constexpr
-):
+    words, plane, column, scale, zeros, factors, outputs, is_used, num_outputs, in_features,
+    GROUP: tl.constexpr, SUPER: tl.constexpr,
+):  # fmt: skip
     """Return what a plane of words [OUTPUTS, PLANE] stands for: float32, columns `column` on."""
     at = column // GROUP * num_outputs + outputs
-    factor = tl.load(scale + at, mask=is_used, other=0.0).to(tl.float32)
+    factor = tl.load(scale + at, mask=is_used, other=0).to(tl.float32)
     zero = tl.load(zeros + at, mask=is_used, other=0)
     code = (words >> 4 * plane) & 15
+    if factors is not None:
+        places = factors + column // SUPER * num_outputs + outputs
+        of_zeros = places + in_features // SUPER * num_outputs
+        factor *= tl.load(places, mask=is_used, other=0.0).to(tl.float32)
+        start = zero.to(tl.float32) * tl.load(of_zeros, mask=is_used, other=0.0).to(tl.float32)
+        return code.to(tl.float32) * factor[:, None] + start[:, None]
     if zero.dtype == tl.uint8:
         return (code - zero.to(tl.int32)[:, None]).to(tl.float32) * factor[:, None]
     return code.to(tl.float32) * factor[:, None] + zero.to(tl.float32)[:, None]
@@ -88,9 +108,9 @@ def _plane_numbers(
 
 @triton.jit
 def _dequantize_kernel(
-    codes, scale, zeros, weight, num_outputs, in_features, codes_stride,
-    GROUP: tl.constexpr, OUTPUTS: tl.constexpr, PLANE: tl.constexpr, TILE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    codes, scale, zeros, factors, weight, num_outputs, in_features, codes_stride,
+    GROUP: tl.constexpr, SUPER: tl.constexpr, OUTPUTS: tl.constexpr, PLANE: tl.constexpr,
+    TILE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """weight = the numbers of a block of rows and a tile of columns."""
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -104,8 +124,9 @@ def _dequantize_kernel(
         column = tile * TILE + plane * PLANE
         is_used = is_output & (column < in_features)
         numbers = _plane_numbers(
-            words, plane, column, scale, zeros, outputs, is_used, num_outputs, GROUP
-        )
+            words, plane, column, scale, zeros, factors, outputs, is_used, num_outputs,
+            in_features, GROUP, SUPER,
+        )  # fmt: skip
         columns = column + within[None, :]
         is_number = is_output[:, None] & (columns < in_features)
         place = weight + wide * in_features + columns
@@ -114,10 +135,10 @@ def _dequantize_kernel(
 
 @triton.jit
 def _int4_kernel(
-    x, codes, scale, zeros, partials,
+    x, codes, scale, zeros, factors, partials,
     num_rows, num_outputs, in_features, x_stride, codes_stride,
-    GROUP: tl.constexpr, COLUMNS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
-    PLANE: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
+    GROUP: tl.constexpr, SUPER: tl.constexpr, COLUMNS: tl.constexpr, OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr, PLANE: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """partials[split] = x · Wᵀ over the split's columns."""
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -136,8 +157,9 @@ def _int4_kernel(
             # Past the last column both are 0.
             is_used = is_output & (column < in_features)
             numbers = _plane_numbers(
-                words, plane, column, scale, zeros, outputs, is_used, num_outputs, GROUP
-            )
+                words, plane, column, scale, zeros, factors, outputs, is_used, num_outputs,
+                in_features, GROUP, SUPER,
+            )  # fmt: skip
             is_number = is_row[None, :] & (column + within < in_features)[:, None]
             inputs = tl.load(x_rows + column, mask=is_number, other=0.0)
             total = tl.dot(numbers.to(x.dtype.element_ty), inputs, total)

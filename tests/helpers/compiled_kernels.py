@@ -210,15 +210,19 @@ def compile_product(case, num_rows, num_outputs, gated, kind):
         linear_gluon.multiply(x, weight, scale, unit, None, out, tiles, gated)
 
 
-def compile_int4_product(case, num_rows, num_outputs, group, zeros_dtype=torch.uint8):
+def compile_int4_product(
+    case, num_rows, num_outputs, group, zeros_dtype=torch.uint8, has_factors=False
+):
     """Compile what a layer of an 8B model in four bits launches, in bfloat16."""
     x = torch.zeros(num_rows, 4096, dtype=torch.bfloat16)
     scale = torch.zeros(4096 // group, num_outputs, dtype=torch.float16)
     codes = torch.zeros(num_outputs, 512, dtype=torch.int32)
     with recorded(int4_linear_triton, case):
-        zeros = scale.to(zeros_dtype)
-        int4_linear_triton.small_int4_partials(x, codes, scale, zeros)
-        int4_linear_triton.dequantized(codes, scale, zeros, 4096, x.dtype)
+        zeros, factors = scale.to(zeros_dtype), None
+        if has_factors:
+            factors, scale = scale.new_zeros(2, len(scale) // 8, num_outputs), zeros
+        int4_linear_triton.small_int4_partials(x, codes, scale, zeros, factors)
+        int4_linear_triton.dequantized(codes, scale, zeros, 4096, x.dtype, factors)
 
 
 def compile_grouped_int8_product(case, num_rows, columns, scale_dtype):
@@ -252,5 +256,8 @@ if __name__ == "__main__":
     for shape in product((1, 32, 64, 128), (4096,), (32, 4096)):
         compile_int4_product("rows={} outputs={} group={}".format(*shape), *shape)
     compile_int4_product("rows=32 outputs=4096 group=32 offsets", 32, 4096, 32, torch.float16)
+    for num_rows in (1, 64):
+        case = f"rows={num_rows} outputs=4096 group=32 factors"
+        compile_int4_product(case, num_rows, 4096, 32, has_factors=True)
     for shape in product((1, 64), (16, 32), (torch.float16, torch.float32)):
         compile_grouped_int8_product("rows={} columns={} {}".format(*shape), *shape)

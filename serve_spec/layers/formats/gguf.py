@@ -184,9 +184,9 @@ def _q4_k(blocks: Tensor, bias: Tensor | None) -> WeightFormat:
     low_scales, low_minima, upper = blocks[..., 4:16].split(4, dim=-1)
     scales = torch.cat([low_scales & 63, upper & 15 | low_scales >> 6 << 4], dim=-1)
     minima = torch.cat([low_minima & 63, upper >> 4 | low_minima >> 6 << 4], dim=-1)
-    scale = _halves(blocks, 0)[..., None] * scales
-    minimum = _halves(blocks, 2)[..., None] * minima
-    return PackedInt4(_nibbles(blocks[..., 16:], 32), scale.flatten(1), -minimum.flatten(1), bias)
+    factors = torch.stack([_halves(blocks, 0), -_halves(blocks, 2)])
+    codes = _nibbles(blocks[..., 16:], 32)
+    return PackedInt4(codes, scales.flatten(1), minima.flatten(1), bias, factors=factors)
 
 
 def _q5_0(blocks: Tensor, bias: Tensor | None) -> WeightFormat:

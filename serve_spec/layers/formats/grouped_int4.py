@@ -241,8 +241,9 @@ class PackedInt4(WeightFormat):
     """Codes of four bits in the layout of `ops.int4_linear`, dequantized while they are read.
 
     codes: uint8 [N, K], of groups of neighbours. scale: float32 [N, G]; zeros: [N, G], uint8, the
-    code of 0, or float32, what code 0 stands for. bias: [N]. order: the column of x that each
-    column of codes is multiplied by; None: its own.
+    code of 0, or float32, what code 0 stands for. factors: float32 [2, N, F]; with them scale and
+    zeros are uint8. bias: [N]. order: the column of x that each column of codes is multiplied by;
+    None: its own.
     """
 
     def __init__(
@@ -252,10 +253,12 @@ class PackedInt4(WeightFormat):
         zeros: Tensor,
         bias: Tensor | None = None,
         order: Tensor | None = None,
+        factors: Tensor | None = None,
     ) -> None:
         super().__init__()
         self._codes = packed_codes(codes)
         self._scale, self._zeros = (narrowest(each.T.contiguous()) for each in (scale, zeros))
+        self._factors = None if factors is None else narrowest(factors.mT.contiguous())
         self._bias = bias
         self._order = order
 
@@ -269,18 +272,20 @@ class PackedInt4(WeightFormat):
     @property
     def num_bytes(self) -> int:
         """Return the memory of codes, scales and zero points."""
-        return self._codes.nbytes + self._scale.nbytes + self._zeros.nbytes
+        factors = 0 if self._factors is None else self._factors.nbytes
+        return self._codes.nbytes + self._scale.nbytes + self._zeros.nbytes + factors
 
     def linear(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """Return x·Wᵀ + b; numbers of W are rounded to x's dtype."""
-        x = self._ordered(x)
-        return int4_linear(x, self._codes, self._scale, self._zeros, self._bias, out_dtype)
+        stored = self._codes, self._scale, self._zeros
+        return int4_linear(self._ordered(x), *stored, self._bias, out_dtype, self._factors)
 
     def partials(self, x: Tensor) -> Tensor:
         """Return `linear(x)`, or partial sums of it."""
         if self._bias is not None:
             return self.linear(x)
-        return int4_partials(self._ordered(x), self._codes, self._scale, self._zeros)
+        stored = self._codes, self._scale, self._zeros
+        return int4_partials(self._ordered(x), *stored, self._factors)
 
     def _ordered(self, x: Tensor) -> Tensor:
         return x if self._order is None else x[:, self._order]

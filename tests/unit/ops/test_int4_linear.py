@@ -7,7 +7,7 @@ from tests.helpers.memory import poisoned_memory
 from tests.helpers.triton import DEVICE, reference, relative_error
 
 from serve_spec.ops import int4_linear, int4_linear_triton  # isort: skip
-from serve_spec.ops.int4_linear import packed_codes  # isort: skip
+from serve_spec.ops.int4_linear import packed_codes, unpacked_codes  # isort: skip
 from serve_spec.ops.linear import sum_partials  # isort: skip
 
 plain = reference(int4_linear)
@@ -43,6 +43,38 @@ def weight(num_outputs, in_features, group, dtype=torch.float16, zeros_dtype=tor
         exact = (codes - zeros.T[:, each].int()) * factors
     packed = packed_codes(codes.to(torch.uint8))
     return (*(tensor.to(DEVICE) for tensor in (packed, scale, zeros)), exact.to(DEVICE))
+
+
+def with_factors(num_outputs, in_features, group, together):
+    """Return codes, scale, zeros and factors of so many groups, and the matrix."""
+    codes, scale, zeros, _ = weight(num_outputs, in_features, group)
+    generator = torch.Generator().manual_seed(2)
+    scale = torch.randint(64, scale.shape, generator=generator).to(DEVICE, torch.uint8)
+    sizes = 2, len(scale) // together, num_outputs
+    factors = torch.randn(sizes, generator=generator).half().to(DEVICE)
+    each = torch.arange(in_features, device=DEVICE) // group
+    of_scale, of_zero = factors.float().repeat_interleave(together, dim=1)
+    exact = unpacked_codes(codes, in_features) * (of_scale * scale).T[:, each]
+    return codes, scale, zeros, factors, exact + (of_zero * zeros).T[:, each]
+
+
+@pytest.mark.parametrize("num_rows", [3, 129])
+def test_scales_and_zeros_may_be_integers_times_factors(num_rows):
+    *stored, factors, exact = with_factors(70, 512, 32, 8)
+    for dtype in TOLERANCE:
+        found = int4_linear_triton.dequantized(*stored, 512, dtype, factors)
+        assert torch.equal(found, exact.to(dtype))
+        assert torch.equal(plain.dequantized(*stored, 512, dtype, factors), exact.to(dtype))
+        x = inputs(num_rows, 512, dtype)
+        expected = x.float() @ exact.to(dtype).float().T
+        found = int4_linear_triton.small_int4_linear(x, *stored, None, torch.float32, factors)
+        assert relative_error(found, expected) < 1e-5
+        for law in (plain, int4_linear):
+            found = law.int4_linear(x, *stored, None, torch.float32, factors)
+            assert relative_error(found, expected) < TOLERANCE[dtype]
+            partials = law.int4_partials(x, *stored, factors)
+            found = sum_partials(partials, torch.empty_like(expected))
+            assert relative_error(found.float(), expected) < TOLERANCE[dtype]
 
 
 def inputs(num_rows, in_features, dtype):
