@@ -45,16 +45,19 @@ def scaled_linear(
 
 def dequantize_into(weight: Tensor, values: Tensor, scale: Tensor, unit: Unit) -> Tensor:
     """Write values · scale into `weight` [out, in], rounded once, and return it."""
-    num_rows, (rows, columns) = weight.shape[0], unit
+    (num_rows, num_columns), (rows, columns) = weight.shape, unit
     weight.copy_(values)
-    factors = scale.view(len(scale), -1)
-    if factors.shape[1] > 1:
-        factors = factors[:, torch.arange(weight.shape[1], device=weight.device) // columns]
+    scale = scale.view(len(scale), -1)
+    numbers, factors = weight, scale
+    if scale.shape[1] > 1 and num_columns % columns == 0:
+        numbers, factors = weight.unflatten(1, (-1, columns)), scale[:, :, None]
+    elif scale.shape[1] > 1:
+        factors = scale[:, torch.arange(num_columns, device=weight.device) // columns]
     whole, rest = divmod(num_rows, rows)
     if whole:
-        weight[: whole * rows].unflatten(0, (whole, rows)).mul_(factors[:whole, None])
+        numbers[: whole * rows].unflatten(0, (whole, rows)).mul_(factors[:whole, None])
     if rest:
-        weight[whole * rows :].mul_(factors[whole])
+        numbers[whole * rows :].mul_(factors[whole])
     return weight
 
 
