@@ -21,7 +21,7 @@ PUBLIC_NAMES = {
     "kvcache": 9,
     "layers": 38,
     "models": 22,
-    "ops": 77,
+    "ops": 80,
     "parallel": 11,
     "profile": 15,
     "scheduler": 5,

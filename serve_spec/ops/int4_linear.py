@@ -80,6 +80,26 @@ def small_int4_partials(
     return small_int4_linear(x, codes, scale, zeros, None, torch.float32, factors)[None]
 
 
+def int4_gate_up(
+    x: Tensor, codes: Tensor, scale: Tensor, zeros: Tensor, factors: Tensor | None = None
+) -> Tensor:
+    """Return silu(gate) · up of both products, each rounded to x's dtype: [T, N / 2].
+
+    The first half of W's rows is the gate's; the others: see `int4_linear`.
+    """
+    if x.shape[0] <= _MOST_ROWS:
+        return small_int4_gate_up(x, codes, scale, zeros, factors)
+    return linear.silu_and_mul(int4_linear(x, codes, scale, zeros, factors=factors))
+
+
+@has_kernel
+def small_int4_gate_up(
+    x: Tensor, codes: Tensor, scale: Tensor, zeros: Tensor, factors: Tensor | None = None
+) -> Tensor:
+    """Return `int4_gate_up` of at most 128 rows."""
+    return linear.silu_and_mul(small_int4_linear(x, codes, scale, zeros, factors=factors))
+
+
 def packed_codes(codes: Tensor) -> Tensor:
     """Return codes uint8 [N, K] of 0 to 15 as words, int32 [N, tiles · PLANE]."""
     num_rows, num_columns = codes.shape

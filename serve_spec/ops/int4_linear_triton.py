@@ -9,16 +9,19 @@ bits in a batch of any size.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from serve_spec.ops import int4_gluon
 from serve_spec.ops.dispatch import dependent_launch
 from serve_spec.ops.dispatch_triton import wait_for_previous
 from serve_spec.ops.int4_linear import PLANE, TILE
-from serve_spec.ops.linear import choose_tiles
-from serve_spec.ops.linear_triton import sum_splits
+from serve_spec.ops.linear import Tiles, choose_tiles, is_supported
+from serve_spec.ops.linear_triton import silu_and_mul, sum_splits
 
 _OUTPUTS = 64
 # Rows of x in a program: the fewest that the tensor cores take, and the most that registers hold.
@@ -35,9 +38,12 @@ def small_int4_linear(
     factors: Tensor | None = None,
 ) -> Tensor:
     """See `int4_linear.small_int4_linear`. Rows of x may be strided, their elements not."""
-    sums = small_int4_partials(x, codes, scale, zeros, factors)
-    out = x.new_empty(sums.shape[1:], dtype=out_dtype or x.dtype)
-    sum_splits(sums, bias, out)
+    out = x.new_empty(len(x), scale.shape[1], dtype=out_dtype or x.dtype)
+    tiles = _tiles(x, scale.shape[1])
+    if tiles.columns >= x.shape[1] and _is_for_hopper(x, codes, scale):
+        int4_gluon.multiply(x, codes, scale, zeros, factors, bias, out, tiles)
+        return out
+    sum_splits(small_int4_partials(x, codes, scale, zeros, factors), bias, out)
     return out
 
 
@@ -46,20 +52,46 @@ def small_int4_partials(
 ) -> Tensor:
     """See `int4_linear.small_int4_partials`. Rows of x may be strided, their elements not."""
     (num_rows, in_features), (num_groups, num_outputs) = x.shape, scale.shape
-    columns = choose_tiles(num_outputs, in_features, num_rows).columns
-    splits = triton.cdiv(in_features, columns)
+    tiles = _tiles(x, num_outputs)
+    splits = triton.cdiv(in_features, tiles.columns)
     partials = x.new_empty(splits, num_rows, num_outputs, dtype=torch.float32)
+    if _is_for_hopper(x, codes, scale):
+        int4_gluon.multiply(x, codes, scale, zeros, factors, None, partials, tiles)
+        return partials
     rows = min(_MOST_ROWS, max(_FEWEST_ROWS, triton.next_power_of_2(num_rows)))
     grid = triton.cdiv(num_outputs, _OUTPUTS), splits, triton.cdiv(num_rows, rows)
     _int4_kernel[grid](
         x, codes, scale, zeros, factors, partials,
         num_rows, num_outputs, in_features, x.stride(0), codes.stride(0),
         GROUP=in_features // num_groups, SUPER=_columns_of_factors(factors, in_features),
-        COLUMNS=columns, OUTPUTS=_OUTPUTS,
+        COLUMNS=tiles.columns, OUTPUTS=_OUTPUTS,
         ROWS=rows, PLANE=PLANE, TILE=TILE,
         num_warps=4, num_stages=4, **dependent_launch(x.device),
     )  # fmt: skip
     return partials
+
+
+def small_int4_gate_up(
+    x: Tensor, codes: Tensor, scale: Tensor, zeros: Tensor, factors: Tensor | None = None
+) -> Tensor:
+    """See `int4_linear.small_int4_gate_up`. Rows of x may be strided, their elements not."""
+    width = scale.shape[1] // 2
+    if width % int4_gluon.PAIRS_TOGETHER or not _is_for_hopper(x, codes, scale):
+        return silu_and_mul(small_int4_linear(x, codes, scale, zeros, factors=factors))
+    out = x.new_empty(len(x), width)
+    tiles = _tiles(x, width, gated=True)
+    int4_gluon.multiply(x, codes, scale, zeros, factors, None, out, tiles)
+    return out
+
+
+def _tiles(x: Tensor, num_outputs: int, *, gated: bool = False) -> Tiles:
+    return choose_tiles(num_outputs, x.shape[1], len(x), gated, bits=4)
+
+
+def _is_for_hopper(x: Tensor, codes: Tensor, scale: Tensor) -> bool:
+    """Return whether `int4_gluon` multiplies them: groups divide a tile, or tiles a group."""
+    group = x.shape[1] // len(scale)
+    return is_supported(x, codes) and math.gcd(group, TILE) in (group, TILE)
 
 
 def dequantized(

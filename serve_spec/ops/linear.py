@@ -54,8 +54,11 @@ def _is_fastest(x: Tensor, weight: Tensor, *, gated: bool = False) -> bool:
     return is_supported(x, weight) and is_ours(x.shape[0], num_outputs, gated=gated)
 
 
-def is_supported(x: Tensor, weight: Tensor) -> bool:
-    """Return whether `linear_triton` multiplies x [T, in] by floats [out, in], or by their fp8."""
+def is_supported(x: Tensor, weight: Tensor, unit: Unit = PER_ROW) -> bool:
+    """Return whether `linear_triton` multiplies x [T, in] by floats [out, in], or by their fp8.
+
+    unit: of its scales; sums of whole blocks of TILE_DEPTH columns are scaled.
+    """
     return (
         x.is_cuda
         and not is_compiling()
@@ -63,13 +66,9 @@ def is_supported(x: Tensor, weight: Tensor) -> bool:
         and x.stride(-1) == 1
         and weight.is_contiguous()
         and weight.shape[1] % 16 == 0  # rows start at multiples of 16 bytes, also in eight bits
+        and (unit[1] >= weight.shape[1] or unit[1] % TILE_DEPTH == 0)
         and is_hopper(x.device)
     )
-
-
-def takes_scales(unit: Unit, in_features: int) -> bool:
-    """Return whether these products scale the sums of whole blocks of columns."""
-    return unit[1] >= in_features or unit[1] % TILE_DEPTH == 0
 
 
 @has_kernel
@@ -84,7 +83,7 @@ def small_linear(
     """Return x·Wᵀ + b in `out_dtype` (default: x's).
 
     x: [T, in]; weight: [out, in] with contiguous rows; bias: [out]; scale: factors of the units of
-    an eight-bit weight, float32, as for `scaled_linear`; see `takes_scales`. Returns [T, out].
+    an eight-bit weight, float32, as for `scaled_linear`; see `is_supported`. Returns [T, out].
     """
     bias = None if bias is None else bias.float()
     whole = weight.float()

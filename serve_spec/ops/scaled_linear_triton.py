@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from serve_spec.ops.dispatch import dependent_launch
-from serve_spec.ops.dispatch_triton import wait_for_previous
-from serve_spec.ops.fp8_triton import widened
+from serve_spec.ops.dispatch_triton import wait_for_previous, widened
 from serve_spec.ops.linear import choose_tiles
 from serve_spec.ops.linear_triton import sum_splits
 from serve_spec.ops.scaled_linear import MAX_ROWS, Unit, depth, dequantize_into

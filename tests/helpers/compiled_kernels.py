@@ -23,6 +23,7 @@ from serve_spec.core.context import Rotation
 from serve_spec.ops import (
     admission_triton,
     elementwise_triton,
+    int4_gluon,
     int4_linear_triton,
     linear_gluon,
     paged_attention_triton,
@@ -37,6 +38,7 @@ from serve_spec.ops.shared_sum import SharedMemory
 OPS = (
     admission_triton,
     elementwise_triton,
+    int4_gluon,
     int4_linear_triton,
     linear_gluon,
     paged_attention_triton,
@@ -217,12 +219,17 @@ def compile_int4_product(
     x = torch.zeros(num_rows, 4096, dtype=torch.bfloat16)
     scale = torch.zeros(4096 // group, num_outputs, dtype=torch.float16)
     codes = torch.zeros(num_outputs, 512, dtype=torch.int32)
+    zeros, factors = scale.to(zeros_dtype), None
+    if has_factors:
+        factors, scale = scale.new_zeros(2, len(scale) // 8, num_outputs), zeros
     with recorded(int4_linear_triton, case):
-        zeros, factors = scale.to(zeros_dtype), None
-        if has_factors:
-            factors, scale = scale.new_zeros(2, len(scale) // 8, num_outputs), zeros
         int4_linear_triton.small_int4_partials(x, codes, scale, zeros, factors)
         int4_linear_triton.dequantized(codes, scale, zeros, 4096, x.dtype, factors)
+    for gated in (False, True):
+        out = torch.zeros(num_rows, num_outputs // (2 if gated else 1), dtype=torch.bfloat16)
+        tiles = choose_tiles(out.shape[1], 4096, num_rows, gated, bits=4)
+        with recorded(int4_gluon, f"{case} gated={gated}"):
+            int4_gluon.multiply(x, codes, scale, zeros, factors, None, out, tiles)
 
 
 def compile_grouped_int8_product(case, num_rows, columns, scale_dtype):

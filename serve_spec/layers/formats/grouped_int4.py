@@ -20,7 +20,7 @@ from serve_spec.layers.formats.choices import PLAIN
 from serve_spec.layers.formats.plain import PlainWeight
 from serve_spec.layers.formats.settings import FLOATS_INSTEAD, refused
 from serve_spec.layers.module import Destination, Span, parameter, tensor_defaults
-from serve_spec.ops.int4_linear import int4_linear, int4_partials, packed_codes
+from serve_spec.ops.int4_linear import int4_gate_up, int4_linear, int4_partials, packed_codes
 
 WORD = 8
 """Codes in a word, an int32: the first in its lowest bits."""
@@ -286,6 +286,13 @@ class PackedInt4(WeightFormat):
             return self.linear(x)
         stored = self._codes, self._scale, self._zeros
         return int4_partials(self._ordered(x), *stored, self._factors)
+
+    def gate_up(self, x: Tensor) -> Tensor:
+        """Return silu(gate) · up."""
+        if self._bias is not None:
+            return super().gate_up(x)
+        stored = self._codes, self._scale, self._zeros
+        return int4_gate_up(self._ordered(x), *stored, self._factors)
 
     def _ordered(self, x: Tensor) -> Tensor:
         return x if self._order is None else x[:, self._order]

@@ -181,8 +181,7 @@ class ResidentWeight(WeightFormat):
         return (
             x.shape[0] <= MAX_ROWS
             and self.values.dtype == torch.float8_e4m3fn
-            and linear.takes_scales(self.unit, self.values.shape[1])
-            and linear.is_supported(x, self.values)
+            and linear.is_supported(x, self.values, self.unit)
         )
 
 
