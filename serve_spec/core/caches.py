@@ -18,7 +18,10 @@ class PagedCache:
     `window`: a token sees itself and the `window - 1` entries before it (None: all of them).
     `scale`: factor of the scores (None: key_dim**-0.5). `softcap`: scores become
     softcap · tanh(score / softcap) (None: they stay). `has_sinks`: each query head has one more
-    logit in the denominator of its softmax. `dtype`: of keys and values (None: compute dtype).
+    logit in the denominator of its softmax.
+
+    `dtype`: of stored keys and values (None: compute dtype). `key_scale`, `value_scale`: what
+    stored keys and values are multiplied by, 1 in the compute dtype.
     """
 
     num_heads: int
@@ -29,11 +32,14 @@ class PagedCache:
     softcap: float | None = None
     has_sinks: bool = False
     dtype: torch.dtype | None = None
+    key_scale: float = 1.0
+    value_scale: float = 1.0
 
     @property
     def score_scale(self) -> float:
-        """Return the factor of the scores."""
-        return self.key_dim**-0.5 if self.scale is None else self.scale
+        """Return the factor of the scores of stored keys."""
+        scale = self.key_dim**-0.5 if self.scale is None else self.scale
+        return scale * self.key_scale
 
     def bytes_per_token(self, compute_dtype: torch.dtype) -> int:
         """Return the memory of one token's key and value."""

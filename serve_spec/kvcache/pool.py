@@ -17,10 +17,10 @@ def check_caches(caches: Sequence[CacheSpec]) -> tuple[PagedCache, ...]:
         if not isinstance(cache, PagedCache):
             why = f"layer {layer} keeps recurrent state: not supported"
             raise ValueError(f"{why}; use a model whose layers all attend")
-        if cache.dtype is not None:
+        if cache.dtype not in (None, torch.float8_e4m3fn):
             name = str(cache.dtype).removeprefix("torch.")
             why = f"layer {layer} keeps keys and values in {name}: not supported"
-            raise ValueError(f"{why}; only the compute dtype is")
+            raise ValueError(f"{why}; only the compute dtype and float8_e4m3fn are")
     return tuple(cache for cache in caches if isinstance(cache, PagedCache))
 
 
@@ -31,8 +31,9 @@ class PagedKVPool:
     as zeros, because masked slots are still multiplied and must be finite. One scratch page more
     than the allocator's takes the writes of padding.
 
-    `caches`: of the layers, in order. Layers of equal heads and widths have their keys in one
-    tensor [layers, num_slots, num_heads, dim], and their values in another; `tensors` lists these.
+    `caches`: of the layers, in order. Layers of equal heads, widths and dtype have their keys in
+    one tensor [layers, num_slots, num_heads, dim], and their values in another; `tensors` lists
+    these. `dtype`: compute dtype, of layers whose cache names no other.
     """
 
     def __init__(
@@ -43,23 +44,27 @@ class PagedKVPool:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        """Create zeros in `dtype`, the compute dtype; raise ValueError as `check_caches`."""
+        """Create zeros; raise ValueError as `check_caches`."""
         self.caches = check_caches(caches)
+        self.dtype = dtype
         self.page_size = page_size
         self.scratch_page = num_pages
         self.scratch_slot = num_pages * page_size
         self.device = torch.device(device)
         self.tensors: list[Tensor] = []
         num_slots = (num_pages + 1) * page_size
-        sizes = [(cache.num_heads, cache.key_dim, cache.value_dim) for cache in self.caches]
+        kinds = [
+            (cache.dtype or dtype, cache.num_heads, cache.key_dim, cache.value_dim)
+            for cache in self.caches
+        ]
         layers = {}
-        for size, num_layers in Counter(sizes).items():
-            num_heads, *widths = size
+        for kind, num_layers in Counter(kinds).items():
+            stored_in, num_heads, *widths = kind
             shape = num_layers, num_slots, num_heads
-            pair = [torch.zeros(*shape, width, dtype=dtype, device=device) for width in widths]
+            pair = [torch.zeros(*shape, width, dtype=stored_in, device=device) for width in widths]
             self.tensors += pair
-            layers[size] = zip(*(tensor.unbind(0) for tensor in pair), strict=True)
-        pairs = [next(layers[size]) for size in sizes]
+            layers[kind] = zip(*(tensor.unbind(0) for tensor in pair), strict=True)
+        pairs = [next(layers[kind]) for kind in kinds]
         self.keys: list[Tensor] = [keys for keys, _ in pairs]
         self.values: list[Tensor] = [values for _, values in pairs]
 

@@ -21,22 +21,24 @@ def attend(
 ) -> Tensor:
     """Return the attention [B, heads, Q, dv] of query [B, heads, Q, dk], in its dtype.
 
-    keys [B, kv_heads, L, dk], values [B, kv_heads, L, dv]; kv_heads divides heads. mask: added to
+    keys [B, kv_heads, L, dk], values [B, kv_heads, L, dv], as stored, but in the dtype of the
+    query; kv_heads divides heads. mask: added to
     the scores, [Q, L] or broadcastable to [B, heads, Q, L]. is_causal: query token i of L sees the
     keys 0 .. i. Without both every token sees every key. sinks: the logits of `PagedCache`,
     broadcastable to [B, heads, Q, 1]. The window of `cache` is left to the mask.
     """
     group = query.shape[1] // keys.shape[1]
     if cache.softcap is None and not cache.has_sinks:
-        return F.scaled_dot_product_attention(
+        mixed = F.scaled_dot_product_attention(
             query,
             keys,
             values,
             attn_mask=mask,
             is_causal=is_causal,
-            scale=cache.scale,
+            scale=cache.score_scale,
             enable_gqa=group > 1,
         )
+        return mixed if cache.value_scale == 1.0 else mixed * cache.value_scale
     if group > 1:
         keys, values = (each.repeat_interleave(group, dim=1) for each in (keys, values))
     scores = query.float() @ keys.float().mT * cache.score_scale
@@ -52,4 +54,4 @@ def attend(
         sinks = sinks.float().expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, sinks), dim=-1)
     weights = scores.softmax(dim=-1)[..., : keys.shape[2]]
-    return (weights @ values.float()).to(query.dtype)
+    return (weights @ values.float() * cache.value_scale).to(query.dtype)

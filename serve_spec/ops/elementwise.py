@@ -74,18 +74,37 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool) -> Tensor:
 
 @has_kernel
 def rotate_and_store(
-    heads: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, num_heads: int
+    heads: Tensor,
+    rotation: Rotation,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    num_heads: int,
+    dtype: torch.dtype,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
     """Rotate queries and keys, and write keys and values of one layer to the pool.
 
     heads: [T, num_heads + 2·kv_heads, d], queries, keys and values, or their partial sums (see
-    `linear.sum_partials`); slots: int64 [T]; keys, values: [num_slots, kv_heads, d]. Returns the
-    rotated queries [T, num_heads, d]. Of tokens that share a slot any one may win.
+    `linear.sum_partials`); slots: int64 [T]; keys, values: [num_slots, kv_heads, d], of `dtype` or
+    float8_e4m3fn. dtype: compute dtype. scales: of keys and values in FP8, which are divided by
+    them and rounded to the nearest number, of large ones to the largest. Returns the rotated
+    queries [T, num_heads, d]. Of tokens that share a slot any one may win.
     """
-    heads = sum_partials(heads, keys)
+    heads = sum_partials(heads, heads.new_empty((0, 0, 0), dtype=dtype))
     num_rotated = num_heads + keys.shape[1]
     cos, sin = rotation.cos, rotation.sin
     rotated = rotate(heads[:, :num_rotated], cos, sin, rotation.is_interleaved)
-    keys.index_copy_(0, slots, rotated[:, num_heads:])
-    values.index_copy_(0, slots, heads[:, num_rotated:])
+    _store(keys, slots, rotated[:, num_heads:], scales[0])
+    _store(values, slots, heads[:, num_rotated:], scales[1])
     return rotated[:, :num_heads]
+
+
+def _store(pool: Tensor, slots: Tensor, rows: Tensor, scale: float) -> None:
+    if pool.dtype != torch.float8_e4m3fn:
+        pool.index_copy_(0, slots, rows)
+        return
+    largest = torch.finfo(pool.dtype).max
+    stored = (rows.float() / scale).clamp(-largest, largest).to(pool.dtype)
+    # torch copies no numbers of eight bits by index.
+    pool.view(torch.uint8).index_copy_(0, slots, stored.view(torch.uint8))

@@ -108,7 +108,14 @@ _ROTATE_WARPS = 4
 
 
 def rotate_and_store(
-    heads: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, num_heads: int
+    heads: Tensor,
+    rotation: Rotation,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    num_heads: int,
+    dtype: torch.dtype,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
     """See `elementwise.rotate_and_store`; the rotated queries are contiguous here."""
     num_rows, num_all, head_dim = heads.shape[-3:]
@@ -117,12 +124,13 @@ def rotate_and_store(
     rotary_dim = rotation.cos_table.shape[-1]
     for pool in (keys, values):
         assert pool.is_contiguous(), "a layer of the pool is contiguous"
-    query = keys.new_empty((num_rows, num_heads, head_dim))
+    query = heads.new_empty((num_rows, num_heads, head_dim), dtype=dtype)
     if num_rows == 0:
         return query
+    key_scale, value_scale = scales if keys.dtype == torch.float8_e4m3fn else (None, None)
     _rotate_and_store_kernel[(num_rows, triton.cdiv(num_all, _HEADS_PER_PROGRAM))](
         heads, rotation.cos_table, rotation.sin_table, rotation.positions, slots,
-        query, keys, values, heads.stride(-3), heads.stride(0),
+        query, keys, values, key_scale, value_scale, heads.stride(-3), heads.stride(0),
         NUM_PARTIALS=num_partials, NUM_HEADS=num_heads, NUM_KV_HEADS=keys.shape[1],
         HEAD_DIM=head_dim, HALF=rotary_dim // 2, IS_INTERLEAVED=rotation.is_interleaved,
         BLOCK_HEADS=_HEADS_PER_PROGRAM, BLOCK_HALF=triton.next_power_of_2(rotary_dim // 2),
@@ -134,7 +142,8 @@ def rotate_and_store(
 
 @triton.jit
 def _rotate_and_store_kernel(
-    heads, cos_table, sin_table, positions, slots, query, keys, values, row_stride, partial_stride,
+    heads, cos_table, sin_table, positions, slots, query, keys, values, key_scale, value_scale,
+    row_stride, partial_stride,
     NUM_PARTIALS: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
@@ -174,6 +183,10 @@ def _rotate_and_store_kernel(
     key = head - NUM_HEADS
     to_key = keys + (slot * NUM_KV_HEADS + key) * HEAD_DIM
     is_key = (key >= 0) & (key < NUM_KV_HEADS)
+    scale = None
+    if key_scale is not None:
+        scale = tl.where(is_value, value_scale, key_scale)
+        first, second = _in_fp8(first, scale), _in_fp8(second, scale)
     _store_pairs(to_key + dim, first, second, gap, is_key & is_pair)
     value = key - NUM_KV_HEADS
     to_value = values + (slot * NUM_KV_HEADS + value) * HEAD_DIM
@@ -183,8 +196,17 @@ def _rotate_and_store_kernel(
         is_rest = is_head & (rest < HEAD_DIM)
         numbers = load_sum(source + rest, is_rest, partial_stride, NUM_PARTIALS, dtype)
         tl.store(to_query + rest, numbers, mask=is_query & is_rest)
+        if key_scale is not None:
+            numbers = _in_fp8(numbers, scale)
         tl.store(to_key + rest, numbers, mask=is_key & is_rest)
         tl.store(to_value + rest, numbers, mask=is_value & is_rest)
+
+
+@triton.jit
+def _in_fp8(numbers, scale):
+    """Divide numbers and round them to FP8; NaN stays NaN."""
+    wide = tl.div_rn(numbers.to(tl.float32), scale + tl.zeros_like(numbers).to(tl.float32))
+    return tl.clamp(wide, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
 @triton.jit

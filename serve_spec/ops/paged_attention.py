@@ -80,9 +80,10 @@ def paged_attention(
     """Return the attention [T, heads, dv] of query [T, heads, dk] over one layer's cache.
 
     keys [num_slots, kv_heads, dk], values [num_slots, kv_heads, dv]; slot = page · page_size +
-    offset. sinks: float [heads], of a layer that has them. Tokens that no request owns, or that see
-    nothing, get anything finite. Nothing beyond a request's length is read, neither pages nor
-    entries.
+    offset. They may be float8_e4m3fn, of which every number is one of query's dtype, too: it is
+    converted when it is read, and `cache` has its scales. sinks: float [heads], of a layer that has
+    them. Tokens that no request owns, or that see nothing, get anything finite. Nothing beyond a
+    request's length is read, neither pages nor entries.
     """
     window, group = cache.window, query.shape[1] // keys.shape[1]
     batches = plan.prepared(
@@ -120,7 +121,7 @@ class _Batch:
         self, query: Tensor, keys: Tensor, values: Tensor, cache: PagedCache, sinks: Tensor | None
     ) -> Tensor:
         """Return [B·Q, heads, dv] of query [B·Q, heads, dk]."""
-        keys, values = keys.index_select(0, self.slots), values.index_select(0, self.slots)
+        keys, values = (x.index_select(0, self.slots).to(query.dtype) for x in (keys, values))
         if self.query_len <= _MAX_BATCHED_QUERY_LEN:
             return self._batched(query, keys, values, cache, sinks)
         return self._alone(query, keys, values, cache, sinks)

@@ -238,6 +238,7 @@ def _launch(
         plan.tree_mask if group.has_trees(plan) else None, sinks,
         work.tiles, work.ranges, work.counts, work.arrivals, out, partials, stats,
         num_tokens if group.fills_up else 0, query.stride(0), plan.tables.stride(0), scale,
+        None if cache.value_scale == 1.0 else cache.value_scale,
         DK=key_width, BLOCK_DK=max(16, triton.next_power_of_2(key_width)),
         PAGE_SIZE=plan.page_size, WINDOW=cache.window, CAP_SCALE=cap_scale,
         BLOCK=tiling.block, HAS_FREE_BLOCKS=tiling.lines > 64 and cache.window is None,
@@ -444,7 +445,7 @@ def _visible(
 @triton.jit(do_not_specialize=["num_tokens", "table_stride"])
 def _attend_kernel(
     query, keys, values, tables, tree_mask, sinks, tiles, ranges, counts, arrivals,
-    out, partials, stats, num_tokens, query_stride, table_stride, scale,
+    out, partials, stats, num_tokens, query_stride, table_stride, scale, value_scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CAP_SCALE: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
@@ -519,6 +520,8 @@ def _attend_kernel(
         )  # fmt: skip
 
         mixed /= tl.where(total > 0.0, total, 1.0)[:, None]
+        if value_scale is not None:
+            mixed *= value_scale
         if is_whole:
             _store_lines(
                 out, mixed, head, first_token, line, is_line, NUM_KV_HEADS, GROUP, DV, BLOCK_DV
@@ -626,6 +629,7 @@ def _attend(
             v = tl.load(value, mask=inside[:, None], other=0.0)
         else:
             v = tl.load(value, mask=inside[:, None] & (value_dim < DV)[None, :], other=0.0)
+        k, v = k.to(q.dtype), v.to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if CAP_SCALE is not None:
             # The tanh of scaled scores over softcap, which `scale` multiplies.

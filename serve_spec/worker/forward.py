@@ -39,13 +39,21 @@ class SlotAttention:
     ) -> Tensor:
         """See `LayerAttention`: [T, num_heads + 2·kv_heads, d] -> [R, num_heads, d]."""
         keys, values = self.pool.keys[layer], self.pool.values[layer]
-        num_heads = heads.shape[-2] - 2 * keys.shape[1]
-        query = elementwise.rotate_and_store(heads, rotation, self.slots, keys, values, num_heads)
+        cache = self.pool.caches[layer]
+        query = elementwise.rotate_and_store(
+            heads,
+            rotation,
+            self.slots,
+            keys,
+            values,
+            heads.shape[-2] - 2 * cache.num_heads,
+            self.pool.dtype,
+            (cache.key_scale, cache.value_scale),
+        )
         if self.queries is not None:
             query = query[self.queries]
         if not len(query):
             return query
-        cache = self.pool.caches[layer]
         return paged_attention.paged_attention(query, keys, values, self.plan, cache, sinks)
 
 

@@ -45,6 +45,7 @@ OPS = (
     scaled_linear_triton,
     shared_sum_triton,
 )
+E4M3 = torch.float8_e4m3fn
 ATTENTION = {
     "decode, batch 1": {},
     "decode, batch 8": {"batch": 8},
@@ -57,11 +58,20 @@ ATTENTION = {
     "sinks, softcap": {"batch": 8, "width": 64, "softcap": 30.0, "has_sinks": True},
     "keys wider than values": {"batch": 8, "width": 192, "value_width": 128},
     "chunk, softcap, wide heads": {"query_len": 2048, "width": 256, "softcap": 50.0},
+    "decode, fp8": {"dtype": E4M3},
+    "decode, batch 8, fp8": {"batch": 8, "dtype": E4M3, "value_scale": 0.5},
+    "decode, batch 64, fp8": {"batch": 64, "dtype": E4M3},
+    "verify, batch 16, fp8": {"batch": 16, "query_len": 4, "dtype": E4M3},
+    "tree, fp8": {"query_len": 64, "tree": True, "dtype": E4M3},
+    "chunk, fp8": {"query_len": 2048, "dtype": E4M3},
+    "window, fp8": {"batch": 8, "width": 64, "window": 128, "dtype": E4M3},
+    "wide heads, fp8": {"batch": 8, "width": 256, "dtype": E4M3},
 }
 ROTATION = {
     "all of a head": {},
     "pairs of neighbours": {"is_interleaved": True},
     "half of a head": {"rotary_dim": 64, "is_interleaved": True},
+    "half of a head, fp8": {"rotary_dim": 64, "stored_in": E4M3},
 }
 ADMISSION = {
     "chains": {},
@@ -137,8 +147,10 @@ def compile_attention(
     numbers = torch.zeros(batch + 1, dtype=torch.int32)
     query = torch.zeros(batch * query_len, 32, width, dtype=torch.bfloat16)
     cache = PagedCache(8, width, value_width or width, **settings)
-    keys = torch.zeros(64, 8, width, dtype=torch.bfloat16)
-    values = torch.zeros(64, 8, cache.value_dim, dtype=torch.bfloat16)
+    keys, values = (
+        torch.zeros(64, 8, wide, dtype=cache.dtype or torch.bfloat16)
+        for wide in (width, cache.value_dim)
+    )
     sinks = torch.zeros(32) if cache.has_sinks else None
     plan = AttentionPlan(
         tables=torch.zeros(batch, 4, dtype=torch.int32),
@@ -152,15 +164,17 @@ def compile_attention(
         paged_attention_triton.paged_attention(query, keys, values, plan, cache, sinks)
 
 
-def compile_rotation(case, rotary_dim=128, is_interleaved=False):
+def compile_rotation(case, rotary_dim=128, is_interleaved=False, stored_in=torch.bfloat16):
     """Compile what 32 query heads and 8 kv heads launch, in bfloat16, from partial sums."""
     numbers = torch.zeros(4, dtype=torch.int64)
     table = torch.zeros(64, 1, rotary_dim)
     rotation = Rotation(table, table, numbers, is_interleaved)
-    pool = torch.zeros(64, 8, 128, dtype=torch.bfloat16)
+    pool = torch.zeros(64, 8, 128, dtype=stored_in)
     heads = torch.zeros(3, 4, 48, 128)
     with recorded(elementwise_triton, case):
-        elementwise_triton.rotate_and_store(heads, rotation, numbers, pool, pool, 32)
+        elementwise_triton.rotate_and_store(
+            heads, rotation, numbers, pool, pool, 32, torch.bfloat16
+        )
 
 
 def compile_admission(case, batch=8, width=7, depth=7, tree=False):

@@ -28,12 +28,22 @@ if DEVICE.type == "cpu":
     interpreter._patch_lang_tensor = _patch_lang_tensor
 
     _convert = interpreter._convert_float
+    # There bfloat16 is uint16, float8 is uint8, and conversions to them cut instead of rounding to
+    # nearest.
+    _TYPES = {
+        tl.float32: torch.float32,
+        tl.bfloat16: torch.bfloat16,
+        tl.float16: torch.float16,
+        tl.float8e4nv: torch.float8_e4m3fn,
+    }
+    _INTEGERS = {2: torch.uint16, 1: torch.uint8}
 
     def _convert_float(data, source, target, rounding):
-        # There bfloat16 is uint16, and conversions to it cut instead of rounding to nearest.
-        if source == tl.float32 and target == tl.bfloat16:
-            rounded = torch.from_numpy(np.array(data)).bfloat16()
-            return rounded.view(torch.uint16).numpy()
+        if source in _TYPES and target in _TYPES:
+            numbers = torch.from_numpy(np.array(data)).view(_TYPES[source]).to(_TYPES[target])
+            if target != tl.float16 and target.primitive_bitwidth // 8 in _INTEGERS:
+                numbers = numbers.view(_INTEGERS[target.primitive_bitwidth // 8])
+            return numbers.numpy()
         return _convert(data, source, target, rounding)
 
     interpreter._convert_float = _convert_float

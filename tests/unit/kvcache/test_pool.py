@@ -26,12 +26,14 @@ def test_memory_is_counted_by_page_and_by_request_slot():
 
 
 def test_a_pool_takes_the_memory_that_was_planned_for_its_pages():
-    caches = [WIDE, PagedCache(4, 16, 16, window=3), WIDE, PagedCache(4, 16, 16)]
+    fp8 = PagedCache(4, 16, 16, dtype=torch.float8_e4m3fn, key_scale=0.5)
+    caches = [WIDE, PagedCache(4, 16, 16, window=3), WIDE, PagedCache(4, 16, 16), fp8]
     pool = PagedKVPool(caches, num_pages=6, page_size=4, dtype=torch.float16, device="cpu")
     planned = CacheMemory.of(caches, 4, torch.float16, ring=0)
     with_scratch_page = planned.total(6 + 1, num_slots=1)
     assert sum(tensor.nbytes for tensor in pool.tensors) == with_scratch_page
-    assert len(pool.tensors) == 4, "keys and values of two kinds of layers"
+    assert len(pool.tensors) == 6, "keys and values of three kinds of layers"
+    assert pool.keys[-1].dtype == pool.values[-1].dtype == torch.float8_e4m3fn
     places = {part.data_ptr() for layers in (pool.keys, pool.values) for part in layers}
     assert len(places) == 2 * len(caches), "each layer has its own"
     for cache, keys, values in zip(caches, pool.keys, pool.values, strict=True):
@@ -44,8 +46,8 @@ def test_a_pool_takes_the_memory_that_was_planned_for_its_pages():
     [
         (RECURRENT, "layer 1 keeps recurrent state: not supported; use a model"),
         (
-            PagedCache(2, 16, 16, dtype=torch.float8_e4m3fn),
-            "layer 1 keeps keys and values in float8_e4m3fn: not supported; only the compute dtype",
+            PagedCache(2, 16, 16, dtype=torch.float8_e5m2),
+            "layer 1 keeps keys and values in float8_e5m2: not supported; only the compute dtype",
         ),
     ],
 )

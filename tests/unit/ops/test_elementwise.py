@@ -1,5 +1,7 @@
 """Embeddings, norms, the rotation that stores keys and values: kernels against the reference."""
 
+import math
+
 import pytest
 import torch
 
@@ -49,6 +51,7 @@ class Scene:
         dtype=torch.float32,
         rotary_dim=None,
         is_interleaved=False,
+        stored=None,
     ):
         generator = torch.Generator().manual_seed(num_rows)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
@@ -61,12 +64,14 @@ class Scene:
             table = RotaryTable(rotary_dim or head_dim, 10000.0, None, 500, is_interleaved)
         self.rotation = table.at(positions.to(DEVICE))
         pool = (NUM_SLOTS, num_kv_heads, head_dim)
-        self.keys = torch.full(pool, POISON, device=DEVICE).to(dtype)
+        self.dtype, self.scales = dtype, (0.25, 3.0) if stored else (1.0, 1.0)
+        self.keys = torch.full(pool, POISON, device=DEVICE).to(stored or dtype)
         self.values = self.keys.clone()
 
     def run(self, impl):
+        pools = self.keys, self.values
         return impl.rotate_and_store(
-            self.heads, self.rotation, self.slots, self.keys, self.values, self.num_heads
+            self.heads, self.rotation, self.slots, *pools, self.num_heads, self.dtype, self.scales
         )
 
     def rotated(self):
@@ -134,6 +139,32 @@ def test_heads_may_be_part_of_wider_rows_or_come_as_addends(impl, kind):
     assert torch.equal(scene.run(impl), other.run(impl))
     assert torch.equal(scene.keys, other.keys)
     assert torch.equal(scene.values, other.values)
+
+
+FP8 = torch.float8_e4m3fn
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("kind", [{}, {"rotary_dim": 6, "is_interleaved": True}])
+def test_keys_and_values_in_fp8_are_divided_and_rounded_to_nearest(impl, kind, dtype):
+    scene, wide = Scene(4, 4, 2, 16, dtype, **kind), Scene(4, 4, 2, 16, dtype, stored=FP8, **kind)
+    for each in (scene, wide):
+        values = each.heads[:, -2:]
+        values[0, 0, :6] = torch.tensor([math.nan, math.inf, -math.inf, 2000.0, -1e4, 0.0])
+        # Between two numbers, the even one; and the smallest ones.
+        values[1, 0, :6] = 3 * torch.tensor([17.0, 19.0, -1.0625, 2.0**-9, 2.0**-10, 3 * 2.0**-10])
+    query = scene.run(impl)
+    assert torch.equal(wide.run(impl), query)
+    for stored, exact, scale in zip(
+        (wide.keys, wide.values), (scene.keys, scene.values), (0.25, 3.0), strict=True
+    ):
+        expected = (exact[scene.slots].float() / scale).clamp(-448, 448).to(FP8)
+        assert torch.equal(stored[scene.slots].view(torch.uint8), expected.view(torch.uint8))
+    numbers = wide.values[wide.slots[:2], 0, :6].float().tolist()
+    assert numbers[0][1:] == [448, -448, 448, -448, 0]
+    assert math.isnan(numbers[0][0])
+    assert numbers[1] == [16, 20, -1, 2.0**-9, 0, 2.0**-8]
 
 
 @BOTH

@@ -39,6 +39,7 @@ TILINGS = {
 KINDS = [(None, False), (20, True), (None, True), (20, False)]
 # Scores of random queries and keys have a deviation of one, so that this cap changes most of them.
 SINKS_AND_SOFTCAP = {"has_sinks": True, "softcap": 1.5}
+FP8 = {"stored_in": torch.float8_e4m3fn, "key_scale": 0.7, "value_scale": 3.0}
 NOWHERE = 1 << 30
 """A page id past every pool."""
 
@@ -53,7 +54,8 @@ class Scene:
     """Requests with (cache entries, query tokens) each, in a pool where all they lack is NaN.
 
     tree: every token but a request's first descends from an earlier one, at random. widths: of keys
-    and values. groups: see `AttentionPlan`. settings: of `PagedCache`.
+    and values. groups: see `AttentionPlan`. stored_in: dtype of the pool
+    (None: as the queries). settings: of `PagedCache`.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Scene:
         spare_tokens=0,
         dtype=torch.float32,
         seed=0,
+        stored_in=None,
         **settings,
     ):
         generator = torch.Generator().manual_seed(seed)
@@ -89,9 +92,9 @@ class Scene:
         self.starts = starts.tolist()
         self.query = torch.randn(num_tokens, num_heads, widths[0], generator=generator)
         self.query = self.query.to(DEVICE, dtype)
-        self.keys, self.values = (pool.to(DEVICE, dtype) for pool in pools)
+        self.cache = PagedCache(num_kv_heads, *widths, dtype=stored_in, **settings)
+        self.keys, self.values = (pool.to(DEVICE, self.cache.dtype or dtype) for pool in pools)
         self.masks = self._tree(generator) if tree else None
-        self.cache = PagedCache(num_kv_heads, *widths, **settings)
         self.sinks = None
         if self.cache.has_sinks:
             self.sinks = 2 * torch.randn(num_heads, generator=generator).to(DEVICE)
@@ -168,8 +171,14 @@ class Scene:
         slots = self.slots[request][self._seen(request, token)]
         query = self.query[self.starts[request] + token].cpu().double()
         group = query.shape[0] // self.keys.shape[1]
-        keys = self.keys.cpu()[slots].double().repeat_interleave(group, dim=1)
-        values = self.values.cpu()[slots].double().repeat_interleave(group, dim=1)
+        keys, values = (
+            pool.cpu()[slots].double().repeat_interleave(group, dim=1) * scale
+            for pool, scale in zip(
+                (self.keys, self.values),
+                (self.cache.key_scale, self.cache.value_scale),
+                strict=True,
+            )
+        )
         scores = torch.einsum("hd,lhd->hl", query, keys)
         scores *= self.cache.scale or 1 / math.sqrt(query.shape[1])
         if self.cache.softcap is not None:
@@ -204,6 +213,7 @@ def scenes(draw):
         scale=draw(st.sampled_from([None, 0.5])),
         softcap=draw(st.sampled_from([None, 1.5, 30.0])),
         has_sinks=draw(st.booleans()),
+        **draw(st.sampled_from([{}, FP8])),
         tree=tree,
         spare_tokens=draw(st.integers(0, 3)),
         dtype=draw(st.sampled_from([torch.float32, *SHORT])),
@@ -220,7 +230,11 @@ def test_tokens_of_any_requests_see_what_they_should(scene, tiling):
         scene.check(scene.tiled(tiling) if tiling else scene.run(kernel), tolerance)
 
 
-@pytest.mark.parametrize("settings", [{}, SINKS_AND_SOFTCAP], ids=["plain", "sinks and softcap"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, FP8, SINKS_AND_SOFTCAP, SINKS_AND_SOFTCAP | FP8],
+    ids=["plain", "fp8", "sinks and softcap", "sinks and softcap, fp8"],
+)
 @pytest.mark.parametrize(
     ("tiling", "window", "tree"),
     [(tiling, *KINDS[number % 4]) for number, tiling in enumerate(TILINGS)],
