@@ -72,7 +72,14 @@ INT4 and the types of GGUF below on all GPUs in bfloat16 or float16; elsewhere t
 when they are loaded. INT4 with columns ordered by activations (`desc_act`, `actorder`) is for one
 GPU. Modules that the config leaves out are floats, and so are tied output matrices, other types of
 GGUF, and matrices of which GPUs would share blocks: 32 columns, 256 of types K. A log line tells
-which stay as in the file. A KV cache in FP8, FP4 and sparse formats are refused by name.
+which stay as in the file. FP4 and sparse formats are refused
+by name.
+
+The target's KV cache is in the compute dtype, or in FP8 (e4m3) with `kv_cache_dtype: fp8`, or if a
+`compressed-tensors` or `modelopt` checkpoint asks for it, as in vLLM. Each layer has one scale for
+keys and one for values: `self_attn.k_scale` and `v_scale`, or the names of other exporters, else 1.
+Scales per head, zero points other than 0 and dynamic ones are refused by name. Drafts keep their
+keys and values in their compute dtype.
 """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path, PurePath
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from serve_spec.config.base import ASSET, CHECKPOINT, Refusal, StrictModel
 from serve_spec.config.hub import checkpoint_folder
@@ -49,8 +49,10 @@ class ModelConfig(StrictModel):
     """Quantization of target weights: null, auto or the checkpoint's own, as in the checkpoint; fp8
     converts floats when they are loaded, with a scale per row, on GPUs of compute capability 8.9 or
     newer."""
-    kv_cache_dtype: Literal["auto"] = "auto"
-    """Data type of the KV cache: auto, that of activations; no other is supported."""
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of the target's KV cache: fp8 or fp8_e4m3, with the scales of the checkpoint or 1,
+    on CPUs and GPUs of compute capability 8.9 or newer; the compute dtype; auto: as vLLM does, fp8
+    if the checkpoint asks for it, else the compute dtype."""
     tensor_parallel_size: int = Field(1, ge=1, le=1024)
     """Number of GPUs that share one model."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -86,16 +88,12 @@ class ModelConfig(StrictModel):
             raise Refusal("served_model_name", name, "a name is empty; remove it")
         return "" if name is None or name in ([], ()) else name
 
-    @field_validator("kv_cache_dtype", "attention_backend", mode="before")
+    @field_validator("attention_backend", mode="before")
     @classmethod
-    def _is_supported(cls, value: object, info: ValidationInfo) -> object:
+    def _is_supported(cls, value: object) -> object:
         if value not in (None, "auto"):
-            use = {
-                "kv_cache_dtype": " and use auto",
-                "attention_backend": ": the package's own kernels run on CPUs and GPUs",
-            }
-            fix = f"not supported; leave it out{use[str(info.field_name)]}"
-            raise Refusal(str(info.field_name), value, fix)
+            fix = "not supported; leave it out: the package's own kernels run on CPUs and GPUs"
+            raise Refusal("attention_backend", value, fix)
         return value
 
     @model_validator(mode="after")

@@ -141,6 +141,7 @@ _LIST_KEYS = ("served_model_name", "api_keys")
 _WORDS = {
     "chunked_prefill_size": {"-1": "null"},
     "dtype": {"half": "float16", "float": "float32"},
+    "kv_cache_dtype": {"bf16": "bfloat16"},
     "speculative_algorithm": {"DRAFT_MODEL": "STANDALONE", "NEXTN": "MTP"},
 }
 """Other names of values, by key."""

@@ -33,6 +33,7 @@ from serve_spec.models.decoder import compile_layers
 from serve_spec.models.drafts.base import DraftOptions
 from serve_spec.models.drafts.loader import draft_dtype, draft_weights, load_draft
 from serve_spec.models.interfaces import DraftModel, Target
+from serve_spec.models.kv_cache import cache_dtype, store_in
 from serve_spec.models.loader import load_target, quantized_formats, read_spec, target_dtype
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.parallel.worker_ranks import Launcher, WorkerRanks, launch
@@ -251,6 +252,7 @@ def load_models(config: ServeSpecConfig, parallel: TensorParallel) -> LoadedMode
             "CPUs; set it to false, or device to 'cuda'"
         )
     dtype = target_dtype(config.model.dtype, config.model.folder, device)
+    stored_in = cache_dtype(config.model.kv_cache_dtype, config.model.folder, dtype, device)
     if config.replica.torch_num_threads is not None:
         torch.set_num_threads(config.replica.torch_num_threads)
     target = load_target(
@@ -262,6 +264,7 @@ def load_models(config: ServeSpecConfig, parallel: TensorParallel) -> LoadedMode
         load_format=config.model.load_format,
         formats=quantized_formats(config.model.quantization, config.model.folder, device),
     )
+    store_in(stored_in, target)
     head = _load_head(config, target)
     if config.model.torch_compile:
         compile_layers(target)

@@ -12,6 +12,7 @@ from serve_spec.engine.build import check_fit
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.models.drafts.base import DraftOptions
 from serve_spec.models.drafts.loader import check_draft, draft_dtype, draft_weights
+from serve_spec.models.kv_cache import cache_dtype
 from serve_spec.models.loader import check_target, quantized_formats, read_spec, target_dtype
 from serve_spec.worker.drafters.base import drafter_class
 
@@ -26,6 +27,7 @@ def check_checkpoints(config: ServeSpecConfig) -> None:
     check_fit(config, Tokenizer(config.model.tokenizer_folder))
     device = torch.device("cpu") if config.model.device == "cpu" else None  # else maybe elsewhere
     quantized_formats(config.model.quantization, folder, device)
+    cache_dtype(config.model.kv_cache_dtype, folder, None, device)
     target = check_target(folder, config.model.load_format)
     draft = config.draft_folder if config.speculative.enabled else None
     if draft is not None:
@@ -50,6 +52,9 @@ def resolved_values(config: ServeSpecConfig) -> dict[str, str]:
         "pages": _pages(config, device),
         "speculation": NO_DRAFT,
     }
+    stored_in = cache_dtype(config.model.kv_cache_dtype, config.model.folder, dtype, None)
+    if stored_in is not None:
+        values["KV cache"] = _name(stored_in)
     if spec.num_experts:
         values["experts"] = f"{spec.num_chosen_experts} of {spec.num_experts} for every token"
     if config.speculative.enabled:

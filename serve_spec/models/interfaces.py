@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -96,7 +97,7 @@ class Target(Layer):
     """A target model, on one rank. Drafts may share its embedding and its head.
 
     `max_model_len`: the longest text that its positions allow. `dtype`: compute dtype. `path`: of
-    its checkpoint.
+    its checkpoint. `cache_scales`: of keys and values in FP8, by layer, as its checkpoint has them.
     """
 
     spec: TargetSpec
@@ -104,6 +105,7 @@ class Target(Layer):
     max_model_len: int
     dtype: torch.dtype
     path: Path | None = None
+    cache_scales: Mapping[int, tuple[float, float]] = MappingProxyType({})
     embed_tokens: Embedding
     lm_head: Linear
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from serve_spec.models.config import read_config, read_json
 from serve_spec.models.dummy import dummy_checkpoint
 from serve_spec.models.gguf import is_gguf, open_files
 from serve_spec.models.interfaces import Config, Target, TargetFamily, TargetSpec
+from serve_spec.models.kv_cache import CacheScales, take_scales
 from serve_spec.models.registry import find_family
 from serve_spec.models.weights import Checkpoint
 from serve_spec.ops.scaled_linear import converts_fp8
@@ -59,17 +60,21 @@ def load_target(
         finish_loading(model)
     if report := formats.report():
         _log.info("%s: %s", path, report)
-    model.path = Path(path)
+    model.path, model.cache_scales = Path(path), file.scales
     return model
 
 
 @dataclass(frozen=True)
 class TargetFile:
-    """A target's checkpoint: its family, its text model's config, and its tensors, not yet read."""
+    """A target's checkpoint: its family, its text model's config, and its tensors, not yet read.
+
+    scales: of an FP8 cache, which are read.
+    """
 
     family: TargetFamily
     config: Config
     checkpoint: Checkpoint
+    scales: CacheScales = field(default_factory=dict)
 
     def check(self, max_model_len: int | None = None, parallel: TensorParallel = SINGLE) -> None:
         """Raise CheckpointError if config.json claims more than the files hold, or is too long.
@@ -100,7 +105,7 @@ class TargetFile:
 
 
 def open_target(path: Path | str, load_format: str = "auto") -> TargetFile:
-    """Open a directory's config and weights, as `model.load_format` says; reads no weight.
+    """Open a directory's config and weights, as `model.load_format` says; read no weight.
 
     Raises CheckpointError.
     """
@@ -115,10 +120,11 @@ def open_target(path: Path | str, load_format: str = "auto") -> TargetFile:
     checkpoint.rename(family.renames(checkpoint.shapes))
     if (formats := formats_of(config)) is not None:
         checkpoint.rename(formats.renames(checkpoint.shapes))
+    scales = take_scales(checkpoint)
     # A stored matrix wins over the flag: some exporters write both.
     has_head = any(name.startswith("lm_head.") for name in checkpoint.shapes)
     is_tied = bool(config.get("tie_word_embeddings")) and not has_head
-    return TargetFile(family, {**config, "tie_word_embeddings": is_tied}, checkpoint)
+    return TargetFile(family, {**config, "tie_word_embeddings": is_tied}, checkpoint, scales)
 
 
 def check_target(path: Path | str, load_format: str = "auto") -> Target:

@@ -206,7 +206,7 @@ def cost_key(
         dtype=_dtype_name(worker.dtype) + _of_weights(config.model.quantization),
         draft_dtype=_draft_numbers(config, worker),
         tensor_parallel_size=config.model.tensor_parallel_size,
-        attention_backend=_ATTENTION[worker.settings.async_scheduling],
+        attention_backend=_ATTENTION[worker.settings.async_scheduling] + _of_cache(worker),
         topk=max([speculative.topk, *(tree.topk for tree in trees)]),
         code=code + ("" if most_captured is None else f", graphs up to {most_captured}"),
     )
@@ -214,6 +214,12 @@ def cost_key(
 
 def _of_weights(quantization: str | None) -> str:
     return "" if quantization in (None, "auto") else f", {quantization} weights"
+
+
+def _of_cache(worker: SpecWorker) -> str:
+    """Return the dtypes of the target's KV cache if they are not the compute dtype."""
+    stored = {cache.dtype for cache in worker.target.pool.caches if cache.dtype is not None}
+    return "".join(f", {_dtype_name(dtype)} cache" for dtype in stored)
 
 
 def _draft_numbers(config: ServeSpecConfig, worker: SpecWorker) -> str:

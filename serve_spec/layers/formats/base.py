@@ -126,7 +126,12 @@ class WeightFormat(nn.Module):
 
 
 class Formats:
-    """The format of every matrix of a model."""
+    """The format of every matrix of a model.
+
+    cache_dtype: of keys and values as the checkpoint asks for them; None: compute dtype.
+    """
+
+    cache_dtype: torch.dtype | None = None
 
     def of(self, paths: Sequence[str], matrix: Matrix) -> WeightFormat:
         """Return the format of `matrix`, without its tensors yet, on torch's default device.

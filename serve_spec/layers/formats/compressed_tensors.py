@@ -14,7 +14,13 @@ from typing import Any, Literal, TypeAlias, get_args
 from serve_spec.core.registry import import_object
 from serve_spec.layers.formats.base import Formats, Matrix, WeightFormat
 from serve_spec.layers.formats.choices import PLAIN
-from serve_spec.layers.formats.settings import common, refused, stored_paths, strings
+from serve_spec.layers.formats.settings import (
+    cache_dtype,
+    common,
+    refused,
+    stored_paths,
+    strings,
+)
 
 Strategy: TypeAlias = Literal["tensor", "channel", "group", "block"]
 """What one scale belongs to: a matrix, a row, some columns of a row, or a block."""
@@ -62,12 +68,15 @@ class CompressedTensors(Formats):
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """Read a `quantization_config`. Raises CheckpointError for what is not computed."""
-        for key in ("sparsity_config", "transform_config", "kv_cache_scheme"):
+        for key in ("sparsity_config", "transform_config"):
             value = settings.get(key)
             if value and value != {"format": "dense"}:
                 raise refused(key, value)
+        self.cache_dtype = cache_dtype(settings.get("kv_cache_scheme"))
         groups = settings.get("config_groups")
-        if not isinstance(groups, Mapping) or not groups:
+        if groups in (None, {}) and self.cache_dtype is not None:
+            groups = {}  # only keys and values are quantized
+        elif not isinstance(groups, Mapping) or not groups:
             raise refused("config_groups", groups, "names no group of modules")
         self._ignored = _patterns("ignore", settings.get("ignore") or [])
         self._schemes: dict[str, WeightArgs | None] = {}

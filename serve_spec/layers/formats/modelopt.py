@@ -9,10 +9,19 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
+
 from serve_spec.layers.formats.base import Formats, Matrix, WeightFormat
 from serve_spec.layers.formats.choices import PLAIN
 from serve_spec.layers.formats.scaled import ScaledWeight, Scales
-from serve_spec.layers.formats.settings import common, is_inside, refused, stored_paths, strings
+from serve_spec.layers.formats.settings import (
+    cache_dtype,
+    common,
+    is_inside,
+    refused,
+    stored_paths,
+    strings,
+)
 
 
 class ModelOptFormats(Formats):
@@ -39,8 +48,12 @@ def formats(settings: Mapping[str, Any]) -> Formats:
     algorithm = settings.get("quant_algo")
     if algorithm != "FP8":
         raise refused("quant_algo", algorithm)
-    cache = settings.get("kv_cache_quant_algo") or settings.get("kv_cache_scheme")
-    if cache:
-        raise refused("kv_cache_quant_algo", cache)
     key = "exclude_modules" if settings.get("exclude_modules") else "ignore"
-    return ModelOptFormats(strings(key, settings.get(key) or []))
+    found = ModelOptFormats(strings(key, settings.get(key) or []))
+    found.cache_dtype = cache_dtype(settings.get("kv_cache_scheme"))
+    cache = settings.get("kv_cache_quant_algo")
+    if cache not in (None, "FP8"):
+        raise refused("kv_cache_quant_algo", cache)
+    if cache is not None:
+        found.cache_dtype = torch.float8_e4m3fn
+    return found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
+
+import torch
 
 from serve_spec.core.errors import CheckpointError
 
@@ -13,6 +15,16 @@ FLOATS_INSTEAD = "use the float32, bfloat16 or float16 checkpoint"
 # What multimodal checkpoints have before the paths of the text model's modules.
 _WRAPPERS = ("language_model.", "model.language_model.")
 
+# What is computed of keys of `kv_cache_scheme`; the first value stands for a missing key.
+_CACHE_SCHEME: Mapping[str, tuple[object, ...]] = {
+    "num_bits": (8,),
+    "type": ("float",),
+    "strategy": ("tensor", None),
+    "symmetric": (True,),
+    "dynamic": (False,),
+}
+_NO_CACHE = "remove it, or export FP8 with one scale per layer"
+
 T = TypeVar("T", bound=Hashable)
 
 
@@ -21,6 +33,23 @@ def refused(
 ) -> CheckpointError:
     """Return the refusal of a key of `quantization_config`."""
     return CheckpointError(f"config.json: quantization_config.{key}={value!r}: {why}; {fix}")
+
+
+def cache_dtype(scheme: object) -> torch.dtype | None:
+    """Return the dtype of keys and values for a `kv_cache_scheme`; None without one.
+
+    Raises CheckpointError: it is not FP8 with one scale for the keys and one for the values of a
+    layer.
+    """
+    if not scheme:
+        return None
+    if not isinstance(scheme, Mapping):
+        raise refused("kv_cache_scheme", scheme, fix=_NO_CACHE)
+    for key, known in _CACHE_SCHEME.items():
+        value = scheme.get(key, known[0])
+        if value not in known:
+            raise refused(f"kv_cache_scheme.{key}", value, fix=_NO_CACHE)
+    return torch.float8_e4m3fn
 
 
 def strings(key: str, value: object) -> list[str]:

@@ -28,6 +28,7 @@ from serve_spec.models.drafts.base import (
     load_family,
 )
 from serve_spec.models.gguf import open_files
+from serve_spec.models.kv_cache import take_scales
 from serve_spec.models.registry import class_defaults, known_defaults
 from serve_spec.models.weights import (
     Checkpoint,
@@ -115,6 +116,7 @@ def _recognised(directory: Path, config: Config, checkpoint: Checkpoint) -> Draf
     checkpoint.rename(names)
     if checkpoint.quantization is not None:
         config = {**config, "quantization_config": checkpoint.quantization}
+    take_scales(checkpoint)  # the draft's own cache is not in FP8
     formats = _formats(config, names, checkpoint)
     return DraftFile(
         directory,

@@ -88,6 +88,8 @@ def test_every_option_sets_its_key(option, flag):
         ("--context-length 1.5k", "max_model_len", 1500),
         ("--tp 2", "tensor_parallel_size", 2),
         ("--dtype half", "dtype", "float16"),
+        ("--kv-cache-dtype bf16", "kv_cache_dtype", "bfloat16"),
+        ("--kv-cache-dtype fp8_e4m3", "kv_cache_dtype", "fp8_e4m3"),
         ("--served-model-name a 12", "served_model_name", ("a", "12")),
         ("--api-key k1 --api-key 12", "api_keys", ("k1", "12")),
         ("--disable-radix-cache", "prefix_caching", False),
@@ -156,7 +158,10 @@ def test_a_configuration_file_may_be_given_with_another_model(tmp_path):
         ("asset:tiny --max-model-len many", "--max-model-len='many': "),
         ("asset:tiny --dtype float8", "--dtype='float8': "),
         ("asset:tiny --quantization nf4", "--quantization='nf4': input should be 'auto', 'fp8'"),
-        ("asset:tiny --kv-cache-dtype fp8", "--kv-cache-dtype='fp8': not supported"),
+        (
+            "asset:tiny --kv-cache-dtype fp8_e5m2",
+            "--kv-cache-dtype='fp8_e5m2': input should be 'auto', 'fp8', 'fp8_e4m3', 'float32'",
+        ),
         (
             "asset:tiny --attention-backend flashinfer",
             "--attention-backend='flashinfer': not supported; leave it out: the package's own",

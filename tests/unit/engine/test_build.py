@@ -407,6 +407,23 @@ def test_resolved_values_are_those_of_the_models_that_are_loaded():
     assert values["depths"].startswith("0, 1, ")
 
 
+def test_an_fp8_cache_has_twice_the_pages_in_the_same_memory_as_sixteen_bits(target):
+    """Four times those of float32."""
+    keys = {"device": "cpu", "load_format": "dummy", "cpu_cache_gb": 0.01}
+    num_pages = {}
+    for dtype in ("float32", "bfloat16"):
+        for stored_in in ("auto", dtype, "fp8"):
+            settings = {"dtype": dtype, "kv_cache_dtype": stored_in}
+            config = ServeSpecConfig.load(str(target), **keys, **settings)
+            num_pages[dtype, stored_in] = build.load_models(config, SINGLE).num_pages
+            told = resolved_values(config).get("KV cache")
+            assert told == ("float8_e4m3fn" if stored_in == "fp8" else None)
+    fp8 = num_pages["float32", "fp8"]
+    assert num_pages["bfloat16", "fp8"] == fp8
+    assert {num_pages["float32", name] for name in ("auto", "float32")} == {fp8 // 4}
+    assert {num_pages["bfloat16", name] for name in ("auto", "bfloat16")} == {fp8 // 2}
+
+
 def test_the_draft_format_of_a_gpu_on_another_machine_is_left_open():
     assert not torch.cuda.is_available()
     values = resolved_values(ServeSpecConfig.load("asset:tiny", device="cuda"))

@@ -337,10 +337,13 @@ def make(tmp_path_factory):
     return table_maker(tmp_path_factory, "cpu")
 
 
-def table_maker(factory, device, drafts=(), family="qwen3"):
-    """Return a function that builds the engines of the table. drafts, family: see `llm_maker`."""
+def table_maker(factory, device, drafts=(), family="qwen3", **settings):
+    """Return a function that builds the engines of the table.
+
+    drafts, family: see `llm_maker`. settings: keys of all engines.
+    """
     make = llm_maker(factory.mktemp("conformance"), device, drafts, family)
-    return lambda row, **keys: make(row, **{"max_model_len": MAX_MODEL_LEN, **keys})
+    return lambda row, **keys: make(row, **{"max_model_len": MAX_MODEL_LEN, **settings, **keys})
 
 
 @pytest.fixture(scope="module")
@@ -384,16 +387,25 @@ def test_answers_are_those_of_plain_decoding_alone(make, alone, row, event):
     check(answers, alone, row, event)
 
 
-MIXTURES = [
-    ("qwen3_moe", Row("NGRAM"), "none"),
-    ("qwen3_moe", Row("EAGLE3"), "late"),
-    ("gpt_oss", Row("EAGLE3"), "chunks"),
+FP8_CACHE = {"kv_cache_dtype": "fp8"}
+# Mixtures of experts, and caches in FP8.
+OTHERS = [
+    ("qwen3_moe", {}, Row("NGRAM"), "none"),
+    ("qwen3_moe", {}, Row("EAGLE3"), "late"),
+    ("gpt_oss", {}, Row("EAGLE3"), "chunks"),
+    ("gpt_oss", FP8_CACHE, Row("STANDALONE"), "preemption"),
+    ("qwen3", FP8_CACHE, PLAIN, "late"),
+    ("qwen3", FP8_CACHE, Row("EAGLE3", is_tree=True), "chunks"),
+    ("qwen3", FP8_CACHE, Row("EAGLE"), "prefix"),
+    ("qwen3", FP8_CACHE, Row("NGRAM", is_tree=True), "resumption"),
 ]
 
 
-@pytest.mark.parametrize(("family", "row", "event"), MIXTURES)
-def test_mixtures_of_experts_answer_as_plain_decoding_alone(tmp_path_factory, family, row, event):
-    make = table_maker(tmp_path_factory, "cpu", family=family)
+@pytest.mark.parametrize(("family", "keys", "row", "event"), OTHERS)
+def test_other_models_and_caches_answer_as_plain_decoding_alone(
+    tmp_path_factory, family, keys, row, event
+):
+    make = table_maker(tmp_path_factory, "cpu", family=family, **keys)
     check(EVENTS[event](make, row), decode_alone(make), row, event)
 
 

@@ -1,6 +1,7 @@
 """Which scheme a module has in a file of llm-compressor, and what is refused."""
 
 import pytest
+import torch
 
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.formats import compressed_tensors
@@ -11,6 +12,7 @@ from serve_spec.layers.module import Span
 FOUR_BITS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 ROWS = {"num_bits": 8, "type": "float", "strategy": "channel"}
 BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 Q_PROJ = "model.layers.3.self_attn.q_proj"
 
 
@@ -91,12 +93,25 @@ def test_a_strategy_that_is_left_out_follows_from_the_size_of_groups(size, strat
     assert CompressedTensors(settings(group(weights))).scheme("lm_head").strategy == strategy
 
 
+def test_a_file_may_ask_for_an_fp8_cache_also_if_its_matrices_are_floats():
+    assert CompressedTensors(settings()).cache_dtype is None
+    assert CompressedTensors(settings(kv_cache_scheme=CACHE)).cache_dtype == torch.float8_e4m3fn
+    alone = CompressedTensors(settings(kv_cache_scheme=CACHE, config_groups={}, format="dense"))
+    assert alone.cache_dtype == torch.float8_e4m3fn
+    assert alone.scheme(Q_PROJ) is None
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
         (settings(sparsity_config={"format": "sparse-24-bitmask"}), ["sparsity_config", "24"]),
         (settings(transform_config={"config_groups": {}}), ["transform_config"]),
-        (settings(kv_cache_scheme=ROWS), ["kv_cache_scheme"]),
+        (settings(kv_cache_scheme="fp8"), ["kv_cache_scheme='fp8'"]),
+        (settings(kv_cache_scheme=ROWS), ["kv_cache_scheme.strategy='channel'"]),
+        (settings(kv_cache_scheme={**CACHE, "num_bits": 4}), ["kv_cache_scheme.num_bits=4"]),
+        (settings(kv_cache_scheme={**CACHE, "type": "int"}), ["kv_cache_scheme.type='int'"]),
+        (settings(kv_cache_scheme={**CACHE, "dynamic": True}), ["kv_cache_scheme.dynamic=True"]),
+        (settings(kv_cache_scheme={**CACHE, "symmetric": False}), ["symmetric=False"]),
         (settings(config_groups={}), ["config_groups={}", "no group"]),
         (settings(config_groups={"FP8": ["Linear"]}), ["config_groups.FP8=['Linear']"]),
         (settings(format="nvfp4-pack-quantized"), ["format='nvfp4-pack-quantized'", "bfloat16"]),
