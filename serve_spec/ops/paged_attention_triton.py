@@ -47,6 +47,9 @@ _HIDDEN = tl.constexpr(-1.0e30)
 _LOWEST = tl.constexpr(-1.0e20)
 _LOG2_E = tl.constexpr(math.log2(math.e))  # softmax is computed with powers of two
 _LAST_TREE_TOKEN = tl.constexpr(MAX_TREE_TOKENS - 1)
+_FP8 = torch.float8_e4m3fn
+# What weights, of at most 1, are multiplied by in float16, so that small ones are not lost.
+_WEIGHT = tl.constexpr(2.0**15)
 # Below what any split weighs.
 _NOTHING = tl.constexpr(-3.0e38)
 # Fields of a tile: request, first token, tokens, first and last cache entry, position of the first
@@ -82,12 +85,18 @@ class Tiling:
 
 
 def _choose_tiling(
-    num_requests: int, max_query_len: int, heads: tuple[int, int], width: int, dtype: torch.dtype
+    num_requests: int,
+    max_query_len: int,
+    heads: tuple[int, int],
+    width: int,
+    dtype: torch.dtype,
+    *,
+    is_fp8: bool = False,
 ) -> Tiling:
     """Return the tiling for so many requests; heads: query heads and kv heads.
 
-    width: of keys or values, the larger, a power of two. Blocks, warps and stages of small tiles
-    were measured on one H200 (docs/decisions/003-attention-work.md).
+    width: of keys or values, the larger, a power of two. dtype: of queries. Blocks, warps and
+    stages of small tiles were measured on one H200 (docs/decisions/003-attention-work.md).
     """
     group = heads[0] // heads[1]
     # Without tensor cores, or with wide heads, larger tiles do not fit into registers.
@@ -110,6 +119,8 @@ def _choose_tiling(
             block, stages = 64, 4
     else:
         block, warps, stages, programs = 64 if lines <= 16 else 128, 4, 2, 2
+    if is_fp8 and dtype != torch.float32:  # as many bytes at once, unless they take all registers
+        block = min(2 * block, 32 * warps)
     # Blocks of wide heads have fewer entries.
     block = max(16, block * 128 // max(128, width))
     is_last_merging = num_programs > _PROGRAMS // 2
@@ -152,7 +163,9 @@ def paged_attention(
         likely = num_requests
         if len(plan.groups) == 1:
             likely = min(likely, triton.cdiv(num_tokens, max_query_len))
-        tiling = _choose_tiling(likely, max_query_len, heads, width, query.dtype)
+        tiling = _choose_tiling(
+            likely, max_query_len, heads, width, query.dtype, is_fp8=keys.dtype == _FP8
+        )
         is_last = begin + num_requests == len(plan.kv_lens)
         group = _Group(begin, num_requests, max_query_len, tiling, is_last)
         begin += num_requests
@@ -219,7 +232,8 @@ def _launch(
     partial_shape = 2 * programs, num_kv_heads, tiling.lines
     partials = query.new_empty((*partial_shape, value_width), dtype=torch.float32)
     stats = query.new_empty(partial_shape, dtype=torch.float32)
-    block_dv = max(16, triton.next_power_of_2(value_width))
+    num_mixed = _num_mixed(values, tiling)
+    block_dv = max(16 * num_mixed, triton.next_power_of_2(value_width))
     # Merging must not take the registers that attending needs.
     merge_warps, numbers = (tiling.num_warps, 4) if tiling.is_last_merging else (4, 2)
     merge_lines = max(1, min(tiling.lines, 32 * merge_warps * numbers // block_dv))
@@ -238,9 +252,10 @@ def _launch(
         plan.tree_mask if group.has_trees(plan) else None, sinks,
         work.tiles, work.ranges, work.counts, work.arrivals, out, partials, stats,
         num_tokens if group.fills_up else 0, query.stride(0), plan.tables.stride(0), scale,
-        None if cache.value_scale == 1.0 else cache.value_scale,
+        _value_scale(values, query, cache),
         DK=key_width, BLOCK_DK=max(16, triton.next_power_of_2(key_width)),
         PAGE_SIZE=plan.page_size, WINDOW=cache.window, CAP_SCALE=cap_scale,
+        NUM_MIXED=num_mixed, IS_GPU=_is_gpu(query.device),
         BLOCK=tiling.block, HAS_FREE_BLOCKS=tiling.lines > 64 and cache.window is None,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **shape,
     )  # fmt: skip
@@ -248,9 +263,24 @@ def _launch(
         num_lines = min(tiling.tokens * shape["GROUP"], tiling.lines)
         num_blocks = triton.cdiv(num_lines, merge_lines)
         _merge_kernel[(num_kv_heads, num_blocks, min(len(work.tiles), 16))](
-            work.tiles, work.counts, out, partials, stats,
-            num_warps=merge_warps, **shape,
+            work.tiles, work.counts, out, partials, stats, num_warps=merge_warps, **shape,
         )  # fmt: skip
+
+
+def _num_mixed(values: Tensor, tiling: Tiling) -> int:
+    """Return 2 if values are multiplied in pairs (see `_of_pair`), else 1.
+
+    Tiles of more lines multiply by what is in shared memory, as floats.
+    """
+    return 2 if values.dtype == _FP8 and tiling.lines < 64 and values.shape[2] % 2 == 0 else 1
+
+
+def _value_scale(values: Tensor, query: Tensor, cache: PagedCache) -> float | None:
+    """Return the factor of what the kernel adds up; None: 1."""
+    scale = cache.value_scale
+    if values.dtype == _FP8 and query.dtype != torch.float32:
+        scale /= _WEIGHT.value
+    return None if scale == 1.0 else scale
 
 
 def _score_scales(cache: PagedCache) -> tuple[float, float | None]:
@@ -299,6 +329,11 @@ def _num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 8  # under the interpreter
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _is_gpu(device: torch.device) -> bool:
+    """Return whether kernels are compiled; else Triton's interpreter runs them."""
+    return device.type == "cuda"
 
 
 @triton.jit(do_not_specialize=["tree_len", "capacity", "programs", "num_ranges"])
@@ -449,8 +484,8 @@ def _attend_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CAP_SCALE: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_FREE_BLOCKS: tl.constexpr, MERGE_SPLITS: tl.constexpr, MERGE_LINES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    HAS_FREE_BLOCKS: tl.constexpr, NUM_MIXED: tl.constexpr, IS_GPU: tl.constexpr,
+    MERGE_SPLITS: tl.constexpr, MERGE_LINES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The plan is read before the kernel waits for queries, keys and values."""
     head, program = tl.program_id(0), tl.program_id(1)
@@ -494,7 +529,7 @@ def _attend_kernel(
 
         highest = tl.full([LINES], _LOWEST, tl.float32)
         total = tl.full([LINES], 0.0, tl.float32)
-        mixed = tl.full([LINES, BLOCK_DV], 0.0, tl.float32)
+        mixed = _nothing_mixed(LINES, BLOCK_DV, NUM_MIXED)
         if sinks is not None:
             # Once per tile: in its first split.
             sink = tl.load(sinks + query_head, mask=is_line, other=0.0).to(tl.float32)
@@ -508,7 +543,7 @@ def _attend_kernel(
                 q, keys, values, table, page, begin, middle, head, first_position, own, ancestors,
                 highest, total, mixed, scale,
                 NUM_KV_HEADS, DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, WINDOW, CAP_SCALE, BLOCK,
-                tree_mask is not None, True,
+                tree_mask is not None, True, IS_GPU,
             )  # fmt: skip
             begin = middle
             page = _pages(table, begin, end, PAGE_SIZE, BLOCK)
@@ -516,20 +551,21 @@ def _attend_kernel(
             q, keys, values, table, page, begin, end, head, first_position, own, ancestors,
             highest, total, mixed, scale,
             NUM_KV_HEADS, DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, WINDOW, CAP_SCALE, BLOCK,
-            tree_mask is not None, False,
+            tree_mask is not None, False, IS_GPU,
         )  # fmt: skip
 
-        mixed /= tl.where(total > 0.0, total, 1.0)[:, None]
+        sums = _joined(mixed)
+        sums /= tl.where(total > 0.0, total, 1.0)[:, None]
         if value_scale is not None:
-            mixed *= value_scale
+            sums *= value_scale
         if is_whole:
             _store_lines(
-                out, mixed, head, first_token, line, is_line, NUM_KV_HEADS, GROUP, DV, BLOCK_DV
+                out, sums, head, first_token, line, is_line, NUM_KV_HEADS, GROUP, DV, BLOCK_DV
             )
         else:
             _store_split(
                 out, partials, stats, counts, arrivals,
-                tl.where(total > 0.0, highest + tl.log2(total), _HIDDEN), mixed, head, tile,
+                tl.where(total > 0.0, highest + tl.log2(total), _HIDDEN), sums, head, tile,
                 2 * program + tl.where(is_first, 1, 0), entry, width, first_token, num_lines,
                 NUM_KV_HEADS, GROUP, DV, BLOCK_DV, LINES, MERGE_SPLITS, MERGE_LINES,
             )  # fmt: skip
@@ -543,6 +579,19 @@ def _attend_kernel(
             _store_lines(
                 out, nothing, head, spare, line, is_spare, NUM_KV_HEADS, GROUP, DV, BLOCK_DV
             )
+
+
+@triton.jit
+def _nothing_mixed(LINES: tl.constexpr, BLOCK_DV: tl.constexpr, NUM_MIXED: tl.constexpr):
+    """Return zeros: one tensor of all dimensions, or one of the even ones and one of the others."""
+    zeros = tl.full([LINES, BLOCK_DV // NUM_MIXED], 0.0, tl.float32)
+    return (zeros, zeros) if NUM_MIXED == 2 else (zeros,)
+
+
+@triton.jit
+def _joined(mixed):
+    """Return the only tensor, or the numbers of two by turns."""
+    return tl.interleave(mixed[0], mixed[1]) if len(mixed) == 2 else mixed[0]
 
 
 @triton.jit
@@ -602,21 +651,29 @@ def _attend(
     NUM_KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CAP_SCALE: tl.constexpr, BLOCK: tl.constexpr,
-    IS_TREE: tl.constexpr, IS_FREE: tl.constexpr,
+    IS_TREE: tl.constexpr, IS_FREE: tl.constexpr, IS_GPU: tl.constexpr,
 ):  # fmt: skip
     """Add the entries begin .. end - 1 to a softmax. IS_FREE: whole blocks that all lines see.
 
     page: ids of the pages of the first block. Those of others are loaded one block ahead, so that
-    the blocks can be loaded several ahead.
+    the blocks can be loaded several ahead. mixed: the weighted sum of values, or
+    those of the first and of the second numbers of pairs: see `_of_pair`.
     """
-    key_dim, value_dim = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    # Values, or pairs of them, of an entry.
+    NUM_VALUES: tl.constexpr = DV // len(mixed)
+    BLOCK_VALUES: tl.constexpr = BLOCK_DV // len(mixed)
+    IN_FLOAT16: tl.constexpr = keys.dtype.element_ty == tl.float8e4nv and q.dtype != tl.float32
+    if len(mixed) == 2:
+        values = values.to(tl.pointer_type(tl.int16), bitcast=True)
+    q, down = _queries(q, IN_FLOAT16)
+    key_dim, value_dim = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_VALUES)
     position = begin + tl.arange(0, BLOCK)
     for _ in range(begin, end, BLOCK):
         inside = position < end
         entry = (page * PAGE_SIZE + position % PAGE_SIZE) * NUM_KV_HEADS + head
         entry = entry.to(tl.int64)[:, None]
         key = keys + entry * DK + key_dim[None, :]
-        value = values + entry * DV + value_dim[None, :]
+        value = values + entry * NUM_VALUES + value_dim[None, :]
         if IS_FREE and DK == BLOCK_DK:
             k = tl.load(key)
         elif DK == BLOCK_DK:
@@ -628,9 +685,10 @@ def _attend(
         elif DV == BLOCK_DV:
             v = tl.load(value, mask=inside[:, None], other=0.0)
         else:
-            v = tl.load(value, mask=inside[:, None] & (value_dim < DV)[None, :], other=0.0)
-        k, v = k.to(q.dtype), v.to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            v = tl.load(value, mask=inside[:, None] & (value_dim < NUM_VALUES)[None, :], other=0.0)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if IN_FLOAT16:
+            scores *= down[:, None]
         if CAP_SCALE is not None:
             # The tanh of scaled scores over softcap, which `scale` multiplies.
             scores = 1.0 - 2.0 / (tl.exp2(scores * CAP_SCALE) + 1.0)
@@ -641,11 +699,67 @@ def _attend(
         weights = tl.exp2(scores * scale - higher[:, None])
         fade = tl.exp2(highest - higher)
         total = total * fade + tl.sum(weights, axis=1)
-        mixed = tl.dot(weights.to(v.dtype), v, mixed * fade[:, None], input_precision="ieee")
+        weights = (weights * _WEIGHT if IN_FLOAT16 else weights).to(q.dtype)
+        mixed = _mix(mixed, fade, weights, v, IS_GPU)
         highest = higher
         position += BLOCK
         page = tl.load(table + position // PAGE_SIZE, mask=position < end, other=0)
     return highest, total, mixed
+
+
+@triton.jit
+def _queries(q, IN_FLOAT16: tl.constexpr):
+    """Return queries for the product with keys, and what multiplies the scores of each line.
+
+    Every number of FP8 is one of float16 and of bfloat16, but Hopper converts it to float16 alone.
+    Queries become float16, too: each line is multiplied by a power of two that makes its largest
+    number 256 to 512, so that what is lost is below 2^-33 of that.
+    """
+    largest = tl.max(tl.abs(q.to(tl.float32)), axis=1)
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
+    exponent = tl.minimum(tl.maximum(exponent, 27), 227)
+    up = ((262 - exponent) << 23).to(tl.float32, bitcast=True)
+    down = ((exponent - 8) << 23).to(tl.float32, bitcast=True)
+    return ((q.to(tl.float32) * up[:, None]).to(tl.float16), down) if IN_FLOAT16 else (q, down)
+
+
+@triton.jit
+def _mix(mixed, fade, weights, v, IS_GPU: tl.constexpr):
+    """Return sums that have faded, with weighted values added; see `_attend`."""
+    first = _of_pair(v, weights.dtype, 0, IS_GPU) if len(mixed) == 2 else v.to(weights.dtype)
+    sums: tl.tuple = (tl.dot(weights, first, mixed[0] * fade[:, None], input_precision="ieee"),)
+    if len(mixed) == 2:
+        second = _of_pair(v, weights.dtype, 1, IS_GPU)
+        sums += (tl.dot(weights, second, mixed[1] * fade[:, None], input_precision="ieee"),)
+    return sums
+
+
+# PTX for a register of two pairs of numbers of FP8: its first or second bytes become float16.
+_OF_PAIR = """{
+.reg .b32 x;
+.reg .b16 y, z;
+prmt.b32 x, $1, 0, BYTES;
+mov.b32 {y, z}, x;
+cvt.rn.f16x2.e4m3x2 $0, y;
+}"""
+_FIRST_OF_PAIR = tl.constexpr(_OF_PAIR.replace("BYTES", "0x4420"))
+_SECOND_OF_PAIR = tl.constexpr(_OF_PAIR.replace("BYTES", "0x4431"))
+
+
+@triton.jit
+def _of_pair(x, dtype: tl.constexpr, INDEX: tl.constexpr, IS_GPU: tl.constexpr):
+    """Return the first or second number of each pair of FP8, of int16, as floats.
+
+    Tensor cores take their second factor from shared memory in units of 16 bits. Numbers of eight
+    bits would be loaded one by one.
+    """
+    if IS_GPU and dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            _SECOND_OF_PAIR if INDEX else _FIRST_OF_PAIR,
+            "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    byte = (x >> (8 * INDEX)) & 255
+    return byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(dtype)
 
 
 @triton.jit

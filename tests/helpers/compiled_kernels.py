@@ -263,6 +263,7 @@ if __name__ == "__main__":
         op.dependent_launch = lambda device: {"DEPENDENT": True, "launch_pdl": True}
     paged_attention_triton._num_multiprocessors = lambda device: 132
     scaled_linear_triton.sum_splits = lambda parts, bias, out: None
+    paged_attention_triton._is_gpu = lambda device: True
     for case, settings in ATTENTION.items():
         compile_attention(case, **settings)
     for case, settings in ROTATION.items():

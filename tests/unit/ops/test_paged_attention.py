@@ -261,6 +261,28 @@ def test_a_softcap_bends_scores_of_any_size(op):
 
 
 @BOTH
+@pytest.mark.parametrize("exponent", [-30, -12, 17, 60])
+def test_queries_may_be_of_any_size_beside_keys_in_fp8(op, exponent):
+    """Those of one token, too: its other numbers are then as good as zero."""
+    for dtype in (torch.bfloat16, torch.float32):
+        scene = Scene([(37, 3), (20, 18)], scale=0.25 * 2.0**-exponent, dtype=dtype, **FP8)
+        scene.query *= 2.0**exponent
+        scene.query[0, 0, 1:4] *= torch.tensor([2.0**-16, 2.0**-30, 0.0]).to(scene.query)
+        scene.query[2, 1] = 0
+        scene.check(scene.run(op), SHORT.get(dtype, 1e-5))
+
+
+@BOTH
+@pytest.mark.parametrize("settings", [{}, FP8], ids=["plain", "fp8"])
+def test_a_broken_value_breaks_its_request_and_no_other(op, settings):
+    for dtype in (torch.bfloat16, torch.float32):
+        scene = Scene([(9, 2), (20, 4)], dtype=dtype, **settings)
+        scene.values[scene.slots[1][3]] = math.nan
+        out = scene.run(op).isnan().flatten(1)
+        assert out.any(1).tolist() == out.all(1).tolist() == [False, False, *[True] * 4]
+
+
+@BOTH
 def test_padding_is_finite_and_changes_nothing(op):
     alone = Scene([(9, 2), (20, 1)])
     expected = alone.run(op)
