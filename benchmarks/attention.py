@@ -1,13 +1,16 @@
 """Time paged attention on a GPU: decode, verification and prefill chunks.
 
-Prints one JSON line per cell: the median time of a layer, of CUDA graph replays of many layers.
+Prints one JSON line per cell and dtype of the cache: the median time of a layer, of CUDA graph
+replays of many layers. Caches take turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -16,6 +19,7 @@ from serve_spec.core.caches import PagedCache
 from serve_spec.ops.paged_attention import AttentionPlan
 
 PAGE_SIZE, LAYERS, REPEATS = 16, 32, 20
+CACHES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 def main() -> None:
@@ -34,50 +38,60 @@ def main() -> None:
 
 def _report(args: argparse.Namespace, name: str, lengths: list[tuple[int, int]]) -> None:
     """Time requests of (cache entries, query tokens) each."""
-    plan, pools = _scene(args, lengths)
-    query = torch.randn(
-        int(plan.query_starts[-1]), args.heads, args.width, device="cuda", dtype=torch.bfloat16
-    )
-    seconds = statistics.median(_replays(args, query, pools, plan)) / LAYERS
-    num_bytes = sum(kv_len for kv_len, _ in lengths) * args.kv_heads * args.width * 4
-    pairs = sum(count * (kv_len - (count - 1) / 2) for kv_len, count in lengths)
-    record = {
-        "cell": name,
-        "batch": len(lengths),
-        "query_len": lengths[0][1],
-        "context": lengths[0][0],
-        "us": round(seconds * 1e6, 2),
-        "tb_per_s": round(num_bytes / seconds / 1e12, 3),
-        "tflops": round(4 * pairs * args.heads * args.width / seconds / 1e12, 1),
-    }
-    print(json.dumps(record), flush=True)
+    query_len = sum(count for _, count in lengths)
+    query = torch.randn(query_len, args.heads, args.width, device="cuda", dtype=torch.bfloat16)
+    plan, graphs = _plan(lengths), {}
+    kept = []
+    for stored_in in args.caches:
+        pools = _pools(args, plan, CACHES[stored_in])
+        kept.append(pools)
+        graphs[stored_in] = _captured(args, query, pools, plan)
+    for stored_in, times in _replays(graphs).items():
+        seconds = statistics.median(times) / LAYERS
+        itemsize = CACHES[stored_in].itemsize
+        num_numbers = 2 * sum(kv_len for kv_len, _ in lengths) * args.kv_heads * args.width
+        pairs = sum(count * (kv_len - (count - 1) / 2) for kv_len, count in lengths)
+        record = {
+            "cell": name,
+            "batch": len(lengths),
+            "query_len": lengths[0][1],
+            "context": lengths[0][0],
+            "cache": stored_in,
+            "us": round(seconds * 1e6, 2),
+            "tb_per_s": round(num_numbers * itemsize / seconds / 1e12, 3),
+            "tflops": round(4 * pairs * args.heads * args.width / seconds / 1e12, 1),
+        }
+        print(json.dumps(record), flush=True)
 
 
-def _scene(
-    args: argparse.Namespace, lengths: list[tuple[int, int]]
-) -> tuple[AttentionPlan, list[Tensor]]:
-    """Return the plan and as many layers' pools as do not fit into the L2 cache together."""
+def _plan(lengths: list[tuple[int, int]]) -> AttentionPlan:
+    """Return the plan of requests whose pages are scattered."""
     pages = [-(-kv_len // PAGE_SIZE) for kv_len, _ in lengths]
     order = torch.randperm(sum(pages), dtype=torch.int32)
     tables = torch.nn.utils.rnn.pad_sequence(order.split(pages), batch_first=True)
     starts = torch.tensor([0, *(count for _, count in lengths)]).cumsum(0)
-    plan = AttentionPlan(
+    return AttentionPlan(
         tables=tables.cuda(),
         query_starts=starts.int().cuda(),
         kv_lens=torch.tensor([kv_len for kv_len, _ in lengths], dtype=torch.int32).cuda(),
         page_size=PAGE_SIZE,
         groups=((len(lengths), lengths[0][1]),),
     )
-    shape = (2, len(order) * PAGE_SIZE, args.kv_heads, args.width)
-    num_pools = min(LAYERS, max(2, int(5e8 / (4 * shape[1] * shape[2] * shape[3]))))
-    pools = [torch.randn(shape, device="cuda").bfloat16() for _ in range(num_pools)]
-    return plan, pools
 
 
-def _replays(
+def _pools(args: argparse.Namespace, plan: AttentionPlan, dtype: torch.dtype) -> list[Tensor]:
+    """Return as many layers' pools as do not fit into the L2 cache together."""
+    num_slots = (int(plan.tables.max()) + 1) * PAGE_SIZE
+    shape = 2, num_slots, args.kv_heads, args.width
+    num_bytes = math.prod(shape) * dtype.itemsize
+    num_pools = min(LAYERS, max(2, int(5e8 / num_bytes)))
+    return [torch.randn(shape, device="cuda").to(dtype) for _ in range(num_pools)]
+
+
+def _captured(
     args: argparse.Namespace, query: Tensor, pools: list[Tensor], plan: AttentionPlan
-) -> list[float]:
-    """Return seconds per replay of all layers, the plan's preparation included."""
+) -> torch.cuda.CUDAGraph:
+    """Return the graph of all layers, the plan's preparation included."""
     from serve_spec.ops.paged_attention_triton import paged_attention
 
     cache = PagedCache(args.kv_heads, args.width, args.width, window=args.window)
@@ -91,15 +105,21 @@ def _replays(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         forward()
-    times = []
+    return graph
+
+
+def _replays(graphs: Mapping[str, torch.cuda.CUDAGraph]) -> dict[str, list[float]]:
+    """Return seconds per replay of each graph, which take turns."""
+    times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(REPEATS + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return times[3:]
+        for name, graph in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) / 1e3)
+    return {name: found[3:] for name, found in times.items()}
 
 
 def _arguments() -> argparse.Namespace:
@@ -113,6 +133,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--width", type=int, default=128, help="head size of keys and values")
+    parser.add_argument("--caches", nargs="+", choices=CACHES, default=["bfloat16", "fp8"])
     parser.add_argument("--window", type=int, default=None)
     return parser.parse_args()
 

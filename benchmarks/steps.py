@@ -18,7 +18,7 @@ import shlex
 import sys
 import tempfile
 import time
-from itertools import cycle, pairwise
+from itertools import cycle, pairwise, product
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -56,20 +56,19 @@ def main() -> None:
             settings |= replayed(args.config, settings, cells, new_tokens, Path(folder))
         else:
             settings["synthetic_acceptance"] = tuple(args.acceptance)
-        llm = LLM(
-            args.config,
-            **settings,
-            speculative_adaptive=False,
-            speculative_num_steps=max(args.depths),
-        )
+        settings |= {"speculative_adaptive": False, "speculative_num_steps": max(args.depths)}
+        caches: list[dict[str, str]] = [{"kv_cache_dtype": name} for name in args.kv_cache_dtypes]
+        llms = [(LLM(args.config, **settings, **cache), cache) for cache in caches or [{}]]
+    llm = llms[0][0]
     _write(args.json, environment(llm.config) | {"command": shlex.join(sys.argv)})
     if args.first_token:
         _write(args.json, first_token(llm, args.first_token, args.turns))
     peer = Transformers(llm) if args.transformers else None
     for context, batch_size in cells:
-        for row in steps(llm, args.depths, batch_size, context, args.turns, peer):
+        for row in steps(llms, args.depths, batch_size, context, args.turns, peer):
             _write(args.json, row)
-    llm.shutdown()
+    for llm, _ in llms:
+        llm.shutdown()
 
 
 def prompts(llm: LLM, context: int, batch_size: int) -> list[list[int]]:
@@ -144,41 +143,47 @@ def first_token(llm: LLM, num_tokens: int, repeats: int) -> dict[str, Any]:
 
 
 def steps(
-    llm: LLM,
+    llms: list[tuple[LLM, dict[str, str]]],
     depths: list[int],
     batch_size: int,
     context: int,
     turns: int,
     peer: Transformers | None = None,
 ) -> list[dict[str, Any]]:
-    """Return a row for each depth: median, 10th and 90th percentile of the step time.
+    """Return a row for each engine and depth: median, 10th and 90th percentile of the step time.
 
-    peer: takes turns with the depths; its row has no depth, but a name.
+    llms: engines that take turns, and what their rows say of them. peer: takes turns with them;
+    its row has no depth, but a name.
     """
-    engine, ids = llm.engine, prompts(llm, context, batch_size)
-    sequences = _start(llm, ids, turns * TRIAL_STEPS * (max(depths) + 1))
-    times: dict[int, list[float]] = {depth: [] for depth in depths}
-    emitted = dict.fromkeys(depths, 0)
+    ids = prompts(llms[0][0], context, batch_size)
+    num_tokens = turns * TRIAL_STEPS * (max(depths) + 1)
+    sequences = [_start(llm, ids, num_tokens) for llm, _ in llms]
+    variants = list(product(range(len(llms)), depths))
+    times: dict[tuple[int, int], list[float]] = {variant: [] for variant in variants}
+    emitted = dict.fromkeys(variants, 0)
     peers: list[float] = []
-    for turn, depth in zip(range(turns), cycle(depths), strict=False):
+    for turn, variant in zip(range(turns * len(llms)), cycle(variants), strict=False):
+        (llm, _), depth = llms[variant[0]], variant[1]
         _choose(llm, depth)
         for number in range(TRIAL_STEPS):
             start = time.perf_counter()
-            deltas = engine.step()
-            if turn >= len(depths) and number >= NOT_COUNTED:
-                times[depth].append((time.perf_counter() - start) * 1e3)
-                emitted[depth] += sum(len(delta.token_ids) for delta in deltas)
-        if peer is not None and depth == depths[-1]:
+            deltas = llm.engine.step()
+            if turn >= len(variants) and number >= NOT_COUNTED:
+                times[variant].append((time.perf_counter() - start) * 1e3)
+                emitted[variant] += sum(len(delta.token_ids) for delta in deltas)
+        if peer is not None and variant == variants[-1]:
             peers += peer.token_ms(ids)
-    for sequence in sequences:
-        engine.abort(sequence.request_id)
-    while engine.has_work:
-        engine.step()
+    for (llm, _), started in zip(llms, sequences, strict=True):
+        for sequence in started:
+            llm.engine.abort(sequence.request_id)
+        while llm.engine.has_work:
+            llm.engine.step()
     at = {"context": context, "batch_size": batch_size}
     rows = []
-    for depth, found in times.items():
-        accept_length = emitted[depth] / len(found) / batch_size
-        rows.append(at | {"depth": depth, "accept_length": accept_length} | _spread(found))
+    for (index, depth), found in times.items():
+        accept_length = emitted[index, depth] / len(found) / batch_size
+        row = at | llms[index][1] | {"depth": depth, "accept_length": accept_length}
+        rows.append(row | _spread(found))
     return rows + ([at | {"peer": "transformers"} | _spread(peers)] if peers else [])
 
 
@@ -234,6 +239,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--acceptance", type=float, nargs="+", default=[0.69], help="forced probabilities"
     )
+    kinds = "engines that take turns, each with another kv_cache_dtype, e.g. auto fp8"
+    parser.add_argument("--kv-cache-dtypes", nargs="*", default=[], help=kinds)
     replay = "draft the target's own answers, saved before: no draft model, and all are accepted"
     parser.add_argument("--replay", action="store_true", help=replay)
     parser.add_argument(

@@ -103,6 +103,17 @@ def test_steps_are_timed_by_depth_in_turns_with_transformers(config, tmp_path, m
     assert min(row["ms"] for row in found) > 0
 
 
+def test_steps_are_timed_by_dtype_of_the_cache_in_turns(config, tmp_path, monkeypatch):
+    out = tmp_path / "rows.jsonl"
+    sizes = ["--batch-sizes", "2", "--depths", "0", "3", "--contexts", "10", "--turns", "4"]
+    arguments = ["--config", config, "--kv-cache-dtypes", "auto", "fp8", *sizes, "--json", str(out)]
+    monkeypatch.setattr("sys.argv", ["steps.py", *arguments])
+    steps.main()
+    _, *found = [json.loads(line) for line in out.read_text().splitlines()]
+    of_row = [(row["kv_cache_dtype"], row["depth"]) for row in found]
+    assert of_row == [("auto", 0), ("auto", 3), ("fp8", 0), ("fp8", 3)]
+
+
 @given(
     st.floats(1, 9) | st.lists(st.floats(0, 1), min_size=1, max_size=9).map(tuple),
     st.integers(0, 8),
