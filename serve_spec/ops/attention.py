@@ -41,7 +41,8 @@ def attend(
         return mixed if cache.value_scale == 1.0 else mixed * cache.value_scale
     if group > 1:
         keys, values = (each.repeat_interleave(group, dim=1) for each in (keys, values))
-    scores = query.float() @ keys.float().mT * cache.score_scale
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(wide) @ keys.to(wide).mT * cache.score_scale
     if cache.softcap is not None:
         scores = cache.softcap * (scores / cache.softcap).tanh()
     if is_causal:
@@ -51,7 +52,7 @@ def attend(
         scores = scores + mask
     if cache.has_sinks:
         assert sinks is not None, "a layer with sinks gives their logits"
-        sinks = sinks.float().expand(*scores.shape[:-1], 1)
+        sinks = sinks.to(wide).expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, sinks), dim=-1)
     weights = scores.softmax(dim=-1)[..., : keys.shape[2]]
-    return (weights @ values.float() * cache.value_scale).to(query.dtype)
+    return (weights @ values.to(wide) * cache.value_scale).to(query.dtype)

@@ -85,6 +85,21 @@ def paged_attention(
     them. Tokens that no request owns, or that see nothing, get anything finite. Nothing beyond a
     request's length is read, neither pages nor entries.
     """
+    if keys.dtype == torch.float8_e4m3fn and query.dtype == torch.float32:
+        # What differs by the batch would move later keys and values to other numbers of FP8. In
+        # float64 it is far below the last place of float32.
+        return _attend(query.double(), keys, values, plan, cache, sinks).float()
+    return _attend(query, keys, values, plan, cache, sinks)
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    cache: PagedCache,
+    sinks: Tensor | None,
+) -> Tensor:
     window, group = cache.window, query.shape[1] // keys.shape[1]
     batches = plan.prepared(
         (window, group, query.dtype), lambda: _plan_batches(plan, window, group, query)

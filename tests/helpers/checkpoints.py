@@ -134,6 +134,13 @@ def target_tensors(config, seed, layer_scale):
     return tensors
 
 
+def in_sixteen_bits(directory):
+    """Rounds the weights of a checkpoint to bfloat16; returns the directory."""
+    config, tensors = read_checkpoint(directory)
+    rounded = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    return write_checkpoint(directory, config, rounded)
+
+
 def make_eagle3(
     directory,
     target_dir,

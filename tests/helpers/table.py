@@ -17,6 +17,7 @@ from serve_spec.core.stats import SpeculationStats
 from serve_spec.engine.output import OutputProcessor
 from tests.helpers import engines
 from tests.helpers.checkpoints import (
+    in_sixteen_bits,
     make_eagle,
     make_eagle3,
     make_target,
@@ -35,8 +36,12 @@ LOGPROB_TOLERANCE = 3e-4
 # Checkpoints. All weights come from fixed seeds.
 
 
-def make_checkpoints(root, family="qwen3"):
-    """Write a random target and a draft of every kind, each right about some tokens."""
+def make_checkpoints(root, family="qwen3", *, sixteen_bits=False):
+    """Write a random target and a draft of every kind, each right about some tokens.
+
+    sixteen_bits: round the weights of the target, so that its products have the same bits in any
+    batch.
+    """
     target = make_target(root / "target", family=family, layers=4, layer_scale=0.25)
     config, tensors = read_checkpoint(target)
     tensors["lm_head.weight"] *= 2  # so that sampled texts repeat themselves, too
@@ -47,6 +52,8 @@ def make_checkpoints(root, family="qwen3"):
         "STANDALONE": make_shallow(root / "standalone", target, num_layers=2),
         "MEDUSA": make_medusa(root / "medusa", target, num_heads=NUM_STEPS),
     }
+    if sixteen_bits:
+        in_sixteen_bits(target)
     return Pair(target, heads)
 
 
@@ -131,12 +138,13 @@ DRAFTING_ROWS = [
 ]
 
 
-def llm_maker(root, device="cpu", drafts=(), family="qwen3"):
+def llm_maker(root, device="cpu", drafts=(), family="qwen3", *, sixteen_bits=False):
     """Return a function that builds an engine for a row, which checks itself after every step.
 
-    drafts: (algorithm, folder) of drafts beside those of `make_checkpoints`. family: the target's.
+    drafts: (algorithm, folder) of drafts beside those of `make_checkpoints`. family, sixteen_bits:
+    see there.
     """
-    pair = make_checkpoints(root, family)
+    pair = make_checkpoints(root, family, sixteen_bits=sixteen_bits)
     pair.heads.update(drafts)
     return maker_of(pair, device)
 

@@ -4,12 +4,19 @@ import pytest
 import torch
 
 from serve_spec.core.errors import CheckpointError
+from serve_spec.layers.formats import fp16
 from serve_spec.models import kv_cache
 from serve_spec.models.drafts.loader import load_draft
 from serve_spec.models.kv_cache import cache_dtype, store_in
 from serve_spec.models.loader import check_target, load_target
 from serve_spec.ops import paged_attention
-from tests.helpers.checkpoints import make_eagle, make_target, read_checkpoint, write_checkpoint
+from tests.helpers.checkpoints import (
+    in_sixteen_bits,
+    make_eagle,
+    make_target,
+    read_checkpoint,
+    write_checkpoint,
+)
 from tests.helpers.paged import PagedSequences
 from tests.helpers.quantized import repack
 
@@ -143,14 +150,18 @@ def test_devices_without_fp8_and_floats_that_are_not_computed_are_refused(tmp_pa
 def test_a_model_attends_to_rounded_keys_and_values_of_all_tokens(
     family, more, tmp_path, monkeypatch
 ):
-    """Also to those of its own step, so that it does not matter how a text is cut."""
-    folder = make_target(tmp_path / "made", family, layers=2, **more)
+    """Also to those of its own step, so that it does not matter how a text is cut.
+
+    Weights are of 16 bits, and stay so: products then have the same bits in any batch.
+    """
+    monkeypatch.setattr(fp16, "_MIN_ELEMENTS", 1)
+    folder = in_sixteen_bits(make_target(tmp_path / "made", family, layers=2, **more))
     with_tensors(folder, {"k_scale": 0.02, "v_scale": 0.003})
     model, expected = (load_target(folder, torch.float32) for _ in range(2))
     store_in(E4M3, model)
     whole = logits(model)
     for chunks in ((20, 1, 1, 18), (1,) * len(IDS)):
-        torch.testing.assert_close(logits(model, chunks), whole, rtol=0, atol=1e-4)
+        assert torch.equal(logits(model, chunks), whole), "bit for bit"
     attend, layers = paged_attention.paged_attention, []
 
     def rounded(query, keys, values, *rest):
