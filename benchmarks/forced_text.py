@@ -12,12 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from serve_spec.bench.report import environment, print_record
 from serve_spec.config.root import parse_override
+from serve_spec.core.draft import GrammarLimits
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import RequestOutput, SamplingParams
 from serve_spec.engine.llm import LLM
@@ -67,20 +71,17 @@ def main(argv: list[str] | None = None) -> int:
 
 def compared(llm: LLM, batch_size: int, turns: int) -> dict[str, Any]:
     """Return tokens per second of both variants, and what the drafts did."""
-    grammars = llm.engine.worker.grammars
-    most = grammars.most_drafts
     speeds: dict[str, list[float]] = {"off": [], "on": []}
     texts: dict[str, list[str]] = {}
     answers: list[RequestOutput] = []
     for turn in range(turns + 1):
         for variant in ("on", "off") if turn % 2 else ("off", "on"):
-            grammars.most_drafts = most if variant == "on" else 0
-            speed, answers_now = timed(llm, batch_size)
+            with grammar_drafts(llm, is_on=variant == "on"):
+                speed, answers_now = timed(llm, batch_size)
             if turn:  # the first one compiles the grammar
                 speeds[variant].append(speed)
             texts[variant] = [answer.text for answer in answers_now]
             answers = answers_now if variant == "on" else answers
-    grammars.most_drafts = most
     same = [one == other for one, other in zip(texts["on"], texts["off"], strict=True)]
     medians = {variant: median(found) for variant, found in speeds.items()}
     tokens = sum(len(answer.token_ids) for answer in answers)
@@ -94,6 +95,20 @@ def compared(llm: LLM, batch_size: int, turns: int) -> dict[str, Any]:
         "speedup": round(medians["on"] / medians["off"], 3),
         "num_same_texts": sum(same),
     }
+
+
+@contextmanager
+def grammar_drafts(llm: LLM, *, is_on: bool) -> Iterator[None]:
+    """Leave grammar drafts out, unless they are on."""
+    grammars, scheduler = llm.engine.worker.grammars, llm.engine.scheduler
+    most, drafts = grammars.most_drafts, scheduler.drafts
+    if not is_on:
+        grammars.most_drafts = 0
+        scheduler.drafts = replace(drafts, grammar_limits=GrammarLimits())
+    try:
+        yield
+    finally:
+        grammars.most_drafts, scheduler.drafts = most, drafts
 
 
 def timed(llm: LLM, batch_size: int) -> tuple[float, list[RequestOutput]]:

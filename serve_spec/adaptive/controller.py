@@ -110,7 +110,7 @@ class AdaptiveController:
 
     def _follow_average(self, record: StepRecord) -> None:
         """Average the accepted drafts of requests that drafted, by slot, under every strategy."""
-        _, steps, correct, _ = record.model_drafts
+        steps, correct = record.model_drafts[1:3]
         if accepted := [kept for kept, k in zip(correct, steps, strict=True) if k]:
             key = slot_of(self._slots, record.batch_size)
             mean = sum(accepted) / len(accepted)

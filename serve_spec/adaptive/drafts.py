@@ -76,18 +76,16 @@ class DraftKnowledge:
             if without_logprobs:
                 recent.learn(*self._tallied(without_logprobs, kind))
             for tree in trees:
-                counts = self._tallied([r for r in newest if r.shape == tree], kind)
+                # A trunk of grammar drafts makes another tree of it.
+                whole = [r for r in newest if r.shape == tree and not any(r.first_per_req)]
+                counts = self._tallied(whole, kind)
                 self.tree_gain = recent.learn_tree(tree, *counts, self.tree_gain)
-        if from_ngrams := [r.ngram_drafts for r in newest if any(r.is_ngram)]:
-            verified, correct = (
-                np.concatenate([getattr(each, name) for each in from_ngrams])
-                for name in ("steps_per_req", "correct_per_req")
-            )
-            self.ngrams.learn(*tallied(verified, correct, self.max_steps))
+        if from_ngrams := [r for r in newest if any(r.is_ngram)]:
+            self.ngrams.learn(*tallied(*_columns(from_ngrams, is_ngram=True), self.max_steps))
         by_grammar = [counts for r in records for counts in r.grammar_drafts]
         if by_grammar:
             verified, correct = np.array(by_grammar[-_MOST_REQUESTS:]).T
-            self.grammars.learn(*tallied(verified, correct, self.max_steps))
+            self.grammars.learn(*tallied(verified, correct, 0 * correct, self.max_steps))
         if newest or by_grammar:
             self.pairs = self._pairs()
 
@@ -96,14 +94,11 @@ class DraftKnowledge:
 
     def _tallied(self, records: Sequence[StepRecord], kind: int) -> tuple[list[float], list[float]]:
         """Return trials and accepted model drafts by position of one kind of requests."""
-        verified, correct, kinds = (
-            np.concatenate(columns)
-            for columns in zip(
-                *((r.model_drafts[1], r.model_drafts[2], _kinds_of(r)) for r in records),
-                strict=True,
-            )
-        )
-        return tallied(verified[kinds == kind], correct[kinds == kind], self.max_steps)
+        if not records:
+            return [0.0] * self.max_steps, [0.0] * self.max_steps
+        is_kind = np.concatenate([_kinds_of(r) for r in records]) == kind
+        verified, correct, first = _columns(records)
+        return tallied(verified[is_kind], correct[is_kind], first[is_kind], self.max_steps)
 
     def tree_rates(self, tree: DraftShape, batch_size: int, sampled: float) -> Floats:
         """Return the probability that a level of a tree is accepted once reached, by level."""
@@ -113,15 +108,14 @@ class DraftKnowledge:
     def _learn_logprobs(self, records: Sequence[StepRecord]) -> None:
         width, num_rows = self.max_steps, sum(len(r.steps_per_req) for r in records)
         logprobs = np.full((num_rows, width), np.nan)
-        verified, correct, drafted, kinds = np.zeros((4, num_rows), dtype=np.intp)
+        verified, correct, first, drafted, kinds = np.zeros((5, num_rows), dtype=np.intp)
         end = 0
         for r in records:
             rows = slice(end, end := end + len(r.steps_per_req))
             assert r.draft_logprobs is not None
             given = r.draft_logprobs[:, :width]
             logprobs[rows, : given.shape[1]] = given
-            drafts = r.model_drafts
-            verified[rows], correct[rows] = drafts.steps_per_req, drafts.correct_per_req
+            verified[rows], correct[rows], first[rows] = _columns([r])
             drafted[rows] = r.drafted_per_req or r.steps_per_req
             kinds[rows] = _kinds_of(r)
             if any(r.is_ngram):
@@ -129,29 +123,27 @@ class DraftKnowledge:
         used = drafted > 0
         if not used.any():
             return
-        logprobs, kinds, verified, correct = (
-            logprobs[used],
-            kinds[used],
-            verified[used],
-            correct[used],
-        )
-        exists = np.arange(width) < drafted[used][:, None]
+        logprobs, kinds, drafted = logprobs[used], kinds[used], drafted[used]
+        verified, correct, first = verified[used], correct[used], first[used]
+        place = np.arange(width) - first[:, None]
+        exists = (place >= 0) & (place < drafted[:, None])
         logprobs[~exists] = np.nan
         self.has_logprobs = True
-        self.calibration.learn(logprobs, kinds, verified, correct)
+        self.calibration.learn(logprobs, kinds, verified, correct, first)
         probabilities = self.calibration.probabilities(logprobs, kinds)
-        survivals = np.cumprod(np.where(exists, probabilities, 0.0), axis=1)
+        # Of grammar drafts nothing is learned here: those before others count as certain.
+        survivals = np.cumprod(np.where(exists, probabilities, place < 0), axis=1)
         before = np.concatenate([np.ones((len(survivals), 1)), survivals[:, :-1]], axis=1)
         all_verified = all(r.budget is None for r in records)
         for kind, recent in zip(KINDS, self._recent, strict=True):
             if not (mine := kinds == kind).any():
                 continue
             if all_verified:
-                counts = tallied(verified[mine], correct[mine], width)
+                counts = tallied(verified[mine], correct[mine], first[mine], width)
             else:  # what was admitted is no fair sample of what was drafted
-                reached, kept = (before * exists)[mine], survivals[mine]
+                reached, kept = (before * exists)[mine], (survivals * exists)[mine]
                 counts = reached.sum(0).tolist(), kept.sum(0).tolist()
-            recent.learn(*counts, np.where(exists, survivals, -1.0)[mine])
+            recent.learn(*counts, np.where(exists, survivals, -1.0)[mine & (first == 0)])
 
     def survivals(self, batch_size: int, sampled: float) -> Floats:
         """Return survivals [R, K] for a batch of which a fraction of the requests samples."""
@@ -195,6 +187,23 @@ class DraftKnowledge:
             "grammar_acceptance": self.grammars.snapshot() if any(self.grammars.trials) else None,
             "calibration": self.calibration.snapshot(),
         }
+
+
+def _columns(
+    records: Sequence[StepRecord], *, is_ngram: bool = False
+) -> tuple[Indices, Indices, Indices]:
+    """Return the drafts verified of each request, those accepted, and the place of the first."""
+    drafts = [r.ngram_drafts if is_ngram else r.model_drafts for r in records]
+    firsts = (each.first_per_req or [0] * len(each.steps_per_req) for each in drafts)
+    verified, correct, first = (
+        np.concatenate([np.asarray(column, np.intp) for column in columns])
+        for columns in (
+            [each.steps_per_req for each in drafts],
+            [each.correct_per_req for each in drafts],
+            [*firsts],
+        )
+    )
+    return verified, correct, first
 
 
 def _kinds_of(record: StepRecord) -> Indices:
@@ -354,11 +363,21 @@ def _odds(rates: Floats) -> Floats:
     return np.asarray(rates / (1.0 - rates))
 
 
-def tallied(verified: Indices, correct: Indices, max_steps: int) -> tuple[list[float], list[float]]:
-    """Return trials and accepted drafts by position."""
-    kept = [float((correct > j).sum()) for j in range(max_steps)]
-    tried = [float(((verified > j) & (correct >= j)).sum()) for j in range(max_steps)]
-    return tried, kept
+def tallied(
+    verified: Indices, correct: Indices, first: Indices, max_steps: int
+) -> tuple[list[float], list[float]]:
+    """Return trials and accepted drafts by position. first: the position of each one's first."""
+    tried, kept = _outcomes(verified, correct, first, max_steps)
+    return tried.sum(0, dtype=float).tolist(), (tried & kept).sum(0, dtype=float).tolist()
+
+
+def _outcomes(
+    verified: Indices, correct: Indices, first: Indices | int, max_steps: int
+) -> tuple[Flags, Flags]:
+    """Return which drafts were verified and reached, and which accepted, [R, max_steps]."""
+    place = np.arange(max_steps) - np.reshape(first, (-1, 1))
+    is_reached = (place >= 0) & (place < verified[:, None]) & (place <= correct[:, None])
+    return is_reached, place < correct[:, None]
 
 
 # Drafts of a position after which an older one weighs 1/e.
@@ -388,15 +407,21 @@ class DraftCalibration:
         probabilities = 1.0 / (1.0 + np.exp(-pairs[..., 0] * logits(logprobs) - pairs[..., 1]))
         return np.where(logprobs > -np.inf, probabilities, 0.0)
 
-    def learn(self, logprobs: Floats, kinds: Indices, verified: Indices, correct: Indices) -> None:
+    def learn(
+        self,
+        logprobs: Floats,
+        kinds: Indices,
+        verified: Indices,
+        correct: Indices,
+        first: Indices | int = 0,
+    ) -> None:
         """Fit to the outcome of some requests.
 
         logprobs: [R, max_steps]. verified, correct: [R], drafts of each that the target verified,
-        and that it accepted.
+        and that it accepted. first: [R], position of the first.
         """
-        place = np.arange(self.max_steps)
-        counts = (place < verified[:, None]) & (place <= correct[:, None]) & (logprobs > -np.inf)
-        accepted, logit = place < correct[:, None], logits(logprobs)
+        counts, accepted = _outcomes(verified, correct, first, self.max_steps)
+        counts, logit = counts & (logprobs > -np.inf), logits(logprobs)
         probabilities = self.probabilities(logprobs, kinds)
         self._compare(probabilities, accepted, counts)
         error = np.where(counts, accepted - probabilities, 0.0)

@@ -205,7 +205,7 @@ class EmaPolicy(StepPolicy):
         """Update the slot by requests that drafted its depth in full, see `model_drafts`."""
         size, depth = record.num_planned_seqs, record.shape.depth
         if depth == self._params.get_steps_for_batch(size):
-            _, steps_per_req, num_correct_drafts_per_req, _ = record.model_drafts
+            steps_per_req, num_correct_drafts_per_req = record.model_drafts[1:3]
             reqs = zip(steps_per_req, num_correct_drafts_per_req, strict=True)
             self._params.on_verify_complete([kept for k, kept in reqs if k == depth], size)
 

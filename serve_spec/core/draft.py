@@ -62,9 +62,12 @@ class DraftShape:
         """Draft tokens of a tree; 0 for a chain."""
         return 0 if self.topk == 1 else self.size
 
-    def size_at(self, depth: int) -> int:
-        """Return the draft tokens of the shape cut to `depth` levels."""
-        return min(self.size, most_drafts(self.topk, depth))
+    def size_at(self, depth: int, trunk: int = 0) -> int:
+        """Return the draft tokens of the shape cut to `depth` levels, the first of one draft each.
+
+        trunk: those first levels.
+        """
+        return min(self.size, trunk + most_drafts(self.topk, depth - trunk))
 
     def __str__(self) -> str:
         return f"{self.depth}" if self.topk == 1 else f"{self.depth}x{self.size}"
@@ -101,6 +104,12 @@ class NgramDrafts(NamedTuple):
     parents: tuple[int, ...] = ()
     match: int = 0
 
+    def after(self, token_ids: tuple[int, ...]) -> NgramDrafts:
+        """Return these drafts behind a chain of others."""
+        num = len(token_ids)
+        parents = (*range(num), *(place + num for place in self.parents)) if self.parents else ()
+        return NgramDrafts((*token_ids, *self.token_ids), parents, self.match)
+
     @property
     def probability(self) -> float:
         """Return how likely each draft seems if the one before is accepted, by the match."""
@@ -124,14 +133,20 @@ class NgramDrafter(Protocol):
     def learn(self, request_id: str, token_ids: Sequence[int], most: int) -> int:
         """Read at most `most` new tokens of the committed `token_ids`; return their number."""
 
-    def propose(self, request_id: str, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
+    def propose(
+        self, request_id: str, token_ids: Sequence[int], most: int, first: Sequence[int] = ()
+    ) -> tuple[int, ...]:
         """Return up to `most` tokens that may follow the committed `token_ids`; often none.
 
-        None before all of them are read.
+        None before all of them are read. first: drafts that stand between.
         """
 
     def propose_tree(
-        self, request_id: str, token_ids: Sequence[int], shape: DraftShape
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        shape: DraftShape,
+        first: Sequence[int] = (),
     ) -> NgramDrafts:
         """Return a tree of at most this shape, which begins with the chain of `propose`."""
 

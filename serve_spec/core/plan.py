@@ -49,9 +49,11 @@ class ScheduledRequest(NamedTuple):
     `request_slot` is its index in the device's tensors of running requests.
     `scored_ids` are the prompt tokens at positions `scored_start ..` whose log-probabilities are
     wanted.
-    `draft_ids` are n-gram drafts, used instead of a draft model's; a match of `draft_match` tokens
-    gave them. `draft_parents` are those of a tree: the draft before each, counted from 1, 0 for the
-    root. If `from_grammar`, they are grammar drafts.
+    `draft_ids` are drafts that the host gives: first `num_grammar_drafts` grammar drafts, then
+    n-gram drafts, used instead of a draft model's; a match of `draft_match` tokens gave them.
+    Without n-gram drafts a model drafts the rest of the shape. `draft_parents` are those of a tree:
+    the draft before each, counted from 1, 0 for the root.
+    The last `room` drafts of a chain are left for text that a grammar forces behind the model's.
     `edited` is set if the request draws with score edits, unless a step in flight adds tokens that
     only the device knows.
     `generated_ids` are the committed tokens after the prompt, if they decide which tokens may be
@@ -77,7 +79,8 @@ class ScheduledRequest(NamedTuple):
     draft_ids: tuple[int, ...] = ()
     draft_parents: tuple[int, ...] = ()
     draft_match: int = 0
-    from_grammar: bool = False
+    num_grammar_drafts: int = 0
+    room: int = 0
     edited: EditedText | None = None
     generated_ids: tuple[int, ...] = ()
 
@@ -99,17 +102,17 @@ class ScheduledRequest(NamedTuple):
     @property
     def num_guesses(self) -> int:
         """Drafts that are verified, without grammar drafts."""
-        return 0 if self.from_grammar else self.num_draft_tokens
+        return self.num_draft_tokens - self.num_grammar_drafts - self.room
 
     @property
     def guessed_steps(self) -> int:
         """Levels of its drafts, without grammar drafts."""
-        return 0 if self.from_grammar else self.num_steps
+        return self.num_steps - self.num_grammar_drafts - self.room
 
     @property
     def num_ngram_drafts(self) -> int:
         """N-gram drafts that were found, also those that are not verified."""
-        return 0 if self.from_grammar else len(self.draft_ids)
+        return len(self.draft_ids) - self.num_grammar_drafts
 
     @property
     def query_len(self) -> int:
@@ -118,20 +121,26 @@ class ScheduledRequest(NamedTuple):
 
     @property
     def given_drafts(self) -> NgramDrafts:
-        """N-gram or grammar drafts, which are part of the plan."""
+        """Grammar and n-gram drafts, which are part of the plan."""
         return NgramDrafts(self.draft_ids, self.draft_parents, self.draft_match)
 
     @property
     def draft_kind(self) -> int:
-        """See `Calibration`."""
-        if self.draft_ids:
-            return FROM_GRAMMAR if self.from_grammar else FROM_NGRAM
+        """See `Calibration`. Grammar drafts before others seem certain under theirs, too."""
+        if self.num_ngram_drafts:
+            return FROM_NGRAM
+        if self.num_grammar_drafts and not self.guessed_steps:
+            return FROM_GRAMMAR
         return GREEDY if self.params.is_greedy else SAMPLED
 
     @property
     def model_steps(self) -> int:
-        """Levels that a draft model drafts; 0 with n-gram or grammar drafts."""
-        return 0 if self.draft_ids else self.num_steps
+        """Levels that a draft model drafts, after grammar drafts from their number on.
+
+        0 if there is nothing left to draft, or with n-gram drafts.
+        """
+        is_model = self.guessed_steps > 0 and not self.num_ngram_drafts
+        return self.num_steps - self.room if is_model else 0
 
 
 @dataclass(frozen=True)
@@ -226,6 +235,7 @@ class BatchResult:
     their tokens are void. `idle_ms`: time the device was idle before the step, 0 if unknown.
 
     `num_drafts`: drafts verified of each sampling request; empty: all that were planned.
+    `grammar_starts`: by index, the number of drafts of a request before grammar drafts behind them.
     `draft_logprobs` float32 [B, N]: how likely each draft of the sampling requests seemed, see
     `StepBuffers.draft_logprobs`; None if nothing drafts.
 
@@ -241,6 +251,7 @@ class BatchResult:
     late_masks: tuple[int, ...] = ()
     idle_ms: float = 0.0
     num_drafts: Sequence[int] = ()
+    grammar_starts: Mapping[int, int] = field(default_factory=dict)
     draft_logprobs: NDArray[np.float32] | None = None
     logprobs: Mapping[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     prompt_logprobs: Mapping[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)

@@ -30,12 +30,16 @@ class StepTimes:
 
 
 class DraftColumns(NamedTuple):
-    """Drafts per request in a step of one shape, and how many of them the target accepted."""
+    """Drafts per request in a step of one shape, and how many of them the target accepted.
+
+    first_per_req: see `StepRecord`.
+    """
 
     request_ids: Sequence[str]
     steps_per_req: Sequence[int]
     correct_per_req: Sequence[int]
     shape: DraftShape = PLAIN
+    first_per_req: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +56,18 @@ class StepRecord:
     """What was drafted; the policy may have switched since."""
     request_ids: Sequence[str] = ()
     steps_per_req: Sequence[int] = ()
-    """Drafts verified of each; of trees, levels."""
+    """Drafts verified of each, after grammar drafts that were all accepted; of trees, levels."""
     correct_per_req: Sequence[int] = ()
     """Drafts the target accepted of each, before any stop."""
     drafted_per_req: Sequence[int] = ()
     """Drafts of each that could have been verified, had the budget allowed; of trees, drafts, not
     levels. Empty if all were verified."""
+    first_per_req: Sequence[int] = ()
+    """Grammar drafts before those of each: the place of its first draft in the other columns. Empty
+    if none has any."""
     draft_logprobs: NDArray[np.float32] | None = field(default=None, compare=False)
-    """[requests, N]: log probability of each draft when drawn, see `ops.draw`; any number past
-    those drafted. None if unknown."""
+    """[requests, N]: log probability of each draft by its place when drawn, see `ops.draw`; any
+    number elsewhere. None if unknown."""
     budget: int | None = None
     """Most drafts of the step that could be verified; None: all."""
     is_sampled: Sequence[bool] = ()
@@ -72,8 +79,10 @@ class StepRecord:
     num_draft_tokens: int = 0
     """Drafts verified, n-gram drafts included."""
     grammar_drafts: Sequence[tuple[int, int]] = ()
-    """Of each decoding request with grammar drafts: those verified, and those accepted. In the
-    other columns such a request has no drafts."""
+    """Of each run of grammar drafts that was reached: those verified, and those accepted. They are
+    not in the other columns."""
+    num_grammar_drafts: int = 0
+    """Grammar drafts verified."""
     num_grammar_tokens: int = 0
     """Grammar drafts accepted and emitted."""
     num_tokens: int = 0
@@ -137,11 +146,6 @@ class StepRecord:
         return sum(self.accept_lengths) + self.num_grammar_tokens
 
     @property
-    def num_grammar_drafts(self) -> int:
-        """Grammar drafts verified."""
-        return sum([verified for verified, _ in self.grammar_drafts])
-
-    @property
     def num_correct_drafts(self) -> int:
         """Accepted and emitted drafts, without grammar drafts."""
         return sum(self.accept_lengths) - len(self.accept_lengths)
@@ -199,7 +203,8 @@ class StepRecord:
         """The columns of model drafts; requests with n-gram drafts count as without drafts."""
         if any(self.is_ngram):
             return self._drafts(self.shape, is_ngram=False)
-        return DraftColumns(self.request_ids, self.steps_per_req, self.correct_per_req, self.shape)
+        columns = self.request_ids, self.steps_per_req, self.correct_per_req
+        return DraftColumns(*columns, self.shape, self.first_per_req)
 
     @property
     def ngram_drafts(self) -> DraftColumns:
@@ -210,7 +215,8 @@ class StepRecord:
         flags = self.is_ngram or [False] * len(self.steps_per_req)
         columns = zip(self.steps_per_req, self.correct_per_req, flags, strict=True)
         drafts = [(k, m) if flag == is_ngram else (0, 0) for k, m, flag in columns]
-        return DraftColumns(self.request_ids, [k for k, _ in drafts], [m for _, m in drafts], shape)
+        steps, correct = [k for k, _ in drafts], [m for _, m in drafts]
+        return DraftColumns(self.request_ids, steps, correct, shape, self.first_per_req)
 
 
 def _measured(ms: float) -> float:

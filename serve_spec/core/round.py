@@ -89,7 +89,7 @@ class DecodeBatch:
     """N-gram drafts of each request, which it may verify instead of a model's; empty if there is
     only one source of drafts."""
     grammar_steps: Sequence[int] = ()
-    """Grammar drafts of each request, which it verifies instead of any others; empty: none."""
+    """Grammar drafts of each request, which it verifies before any others; empty: none."""
 
     @property
     def size(self) -> int:
@@ -134,7 +134,8 @@ class RoundSteps:
 
     A request never drafts deeper than its `max_steps`. With n-gram drafts it verifies `ngram_steps`
     of them, whatever the shape (None: as many as it would draft otherwise; 0: a model drafts).
-    With grammar drafts it verifies those, at most `grammar_steps` (None: all), whatever the rest.
+    With grammar drafts it verifies those first, at most `grammar_steps` (None: all), whatever the
+    rest. They are levels of the shape: a model drafts the others, if there are any.
     """
 
     shape: DraftShape

@@ -24,8 +24,8 @@ class SpeculationStats:
     rounds: list[tuple[int, int]] | None = None
     """Verified and accepted drafts of each round with drafts; None unless wanted."""
     num_grammar_tokens: int = 0
-    num_newest_grammar_tokens: int = 0
-    """Those of the last round."""
+    newest: tuple[int, int] = (0, 0)
+    """Of the last round: `num_correct_drafts`, and the `num_grammar_tokens` behind them."""
 
     @property
     def rounds_by_num_steps(self) -> dict[int, int]:
@@ -43,16 +43,15 @@ class SpeculationStats:
         num_correct_drafts: int,
         num_draft_tokens: int | None = None,
         *,
-        by_grammar: bool = False,
+        grammar_tokens: tuple[int, int] = (0, 0),
     ) -> None:
         """Count one round of `num_steps` verified drafts, or of a tree of so many levels.
 
-        by_grammar: they were grammar drafts, so it counts as a round without drafts.
+        grammar_tokens: grammar drafts emitted before and behind them, which do not count in the
+        others.
         """
-        self.num_newest_grammar_tokens = num_correct_drafts if by_grammar else 0
-        self.num_grammar_tokens += self.num_newest_grammar_tokens
-        if by_grammar:
-            num_steps = num_correct_drafts = num_draft_tokens = 0
+        self.num_grammar_tokens += sum(grammar_tokens)
+        self.newest = num_correct_drafts, grammar_tokens[1]
         num_drafts = num_steps if num_draft_tokens is None else num_draft_tokens
         self.num_rounds += 1
         self.num_draft_tokens += num_drafts
@@ -64,11 +63,12 @@ class SpeculationStats:
 
     def without(self, num_tokens: int) -> Self:
         """Return the counts if the last `num_tokens` of the last round were not emitted."""
-        of_grammar = min(num_tokens, self.num_newest_grammar_tokens)
+        correct, behind = self.newest
+        guesses = min(max(0, num_tokens - behind), correct)
         return replace(
             self,
-            num_correct_drafts=self.num_correct_drafts - (num_tokens - of_grammar),
-            num_grammar_tokens=self.num_grammar_tokens - of_grammar,
+            num_correct_drafts=self.num_correct_drafts - guesses,
+            num_grammar_tokens=self.num_grammar_tokens - (num_tokens - guesses),
         )
 
     def copy(self) -> Self:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.core.errors import BrokenLogits
@@ -378,7 +379,7 @@ def step_record(
     return StepRecord(
         shape=plan.shape,
         request_ids=tuple([each.seq.request_id for each in live]),
-        steps_per_req=tuple([each.num_steps for each in live]),
+        steps_per_req=tuple([each.reached_steps for each in live]),
         drafted_per_req=tuple([each.scheduled.num_guesses for each in budgeted]),
         draft_logprobs=None if logprobs is None else logprobs[[each.number for each in live]],
         budget=plan.budget,
@@ -387,8 +388,7 @@ def step_record(
         is_ngram=tuple([each.scheduled.draft_kind == FROM_NGRAM for each in live if has_both]),
         accept_lengths=tuple([len(each.token_ids) - each.num_grammar_tokens for each in decoded]),
         num_draft_tokens=sum([each.num_drafts for each in decoded]),
-        grammar_drafts=tuple([each.grammar_drafts for each in decoded if each.grammar_drafts[0]]),
-        num_grammar_tokens=sum([each.num_grammar_tokens for each in decoded]),
+        **_grammar_columns(decoded, live),
         num_tokens=sum([len(each.seq) - len(each.token_ids) for each in decoded]),
         num_stale_seqs=len(planned) - len(decoded),
         num_stale_drafts=sum(plan.verified_drafts(result)[: len(planned)]) - num_verified,
@@ -415,3 +415,18 @@ def step_record(
         num_prefix_query_tokens=num_queries,
         num_prefix_hit_tokens=num_hits,
     )
+
+
+def _grammar_columns(
+    decoded: list[CommittedRequest], live: list[CommittedRequest]
+) -> dict[str, Any]:
+    """Return what a record tells of grammar drafts."""
+    if not any(each.num_grammar_drafts for each in decoded):
+        return {}
+    runs = [run for each in decoded for run in each.grammar_drafts if run.was_reached]
+    return {
+        "first_per_req": tuple([each.grammar_drafts[0].verified for each in live]),
+        "grammar_drafts": tuple([(run.verified, run.accepted) for run in runs]),
+        "num_grammar_drafts": sum([each.num_grammar_drafts for each in decoded]),
+        "num_grammar_tokens": sum([each.num_grammar_tokens for each in decoded]),
+    }

@@ -36,29 +36,42 @@ class NgramDraftCache:
     def __init__(self, drafter: NgramDrafter, vocab_size: int) -> None:
         self.drafter = drafter
         self.vocab_size = vocab_size
-        self._chains: dict[str, tuple[int, ...]] = {}
+        self._chains: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        """What each follows, and what was found."""
 
-    def find(self, sequences: SequenceOf[Sequence], most: SequenceOf[int]) -> list[int]:
+    def find(
+        self,
+        sequences: SequenceOf[Sequence],
+        most: SequenceOf[int],
+        firsts: SequenceOf[tuple[int, ...]],
+    ) -> list[int]:
         """Propose up to `most` drafts for each sequence. Return how many were found.
 
-        A new text is read over several steps, the oldest sequence first.
+        A new text is read over several steps, the oldest sequence first. firsts: the grammar drafts
+        of each, which the others follow.
         """
         room = LEARNED_TOKENS
-        for seq, count in zip(sequences, most, strict=True):
+        for seq, count, first in zip(sequences, most, firsts, strict=True):
             if count:
                 # What a round adds is always read, or texts of a large batch would fall behind.
                 most_new = max(room, MAX_TREE_TOKENS)
                 room -= self.drafter.learn(seq.request_id, seq.token_ids, most_new)
-            found = self.drafter.propose(seq.request_id, seq.token_ids, count)
-            self._chains[seq.request_id] = self._known(found)
-        return [len(self._chains[seq.request_id]) for seq in sequences]
+            found = self.drafter.propose(seq.request_id, seq.token_ids, count, first)
+            self._chains[seq.request_id] = first, self._known(found)
+        return [len(self._chains[seq.request_id][1]) for seq in sequences]
 
-    def drafts(self, seq: Sequence, wanted: RequestDrafts) -> NgramDrafts:
-        """Return the chain that was found, or a tree if one is wanted."""
-        if wanted.shape.is_chain:
-            return NgramDrafts(self._chains[seq.request_id], match=self._match(seq))
-        tree = self.drafter.propose_tree(seq.request_id, seq.token_ids, wanted.shape)
-        return tree._replace(token_ids=self._known(tree.token_ids), match=self._match(seq))
+    def drafts(self, seq: Sequence, wanted: RequestDrafts, first: tuple[int, ...]) -> NgramDrafts:
+        """Return `first`, and the chain that was found behind it, or a tree if one is wanted."""
+        shape, num = wanted.shape, len(first)
+        if shape.is_chain:
+            before, found = self._chains[seq.request_id]
+            return NgramDrafts(
+                (*first, *found) if before == first else first, match=self._match(seq)
+            )
+        shape = replace(shape, depth=shape.depth - num, size=shape.size - num)
+        tree = self.drafter.propose_tree(seq.request_id, seq.token_ids, shape, first)
+        tree = tree._replace(token_ids=self._known(tree.token_ids), match=self._match(seq))
+        return tree.after(first)
 
     def _match(self, seq: Sequence) -> int:
         return self.drafter.match_length(seq.request_id)
@@ -110,25 +123,42 @@ SHORT_EXTEND = 32
 
 
 class RequestDrafts(NamedTuple):
-    """What a request drafts. `is_ngram`, `is_grammar`: such drafts instead of the draft model's."""
+    """What a request drafts: first `num_grammar` grammar drafts, then others.
+
+    is_ngram: n-gram drafts instead of the draft model's. room: see `ScheduledRequest`.
+    """
 
     shape: DraftShape
+    num_grammar: int = 0
     is_ngram: bool = False
-    is_grammar: bool = False
+    room: int = 0
 
     @property
     def is_model(self) -> bool:
-        """Return whether a draft model makes them, if there is one."""
-        return self.shape.depth > 0 and not (self.is_ngram or self.is_grammar)
+        """Return whether a draft model makes some of them, if there is one."""
+        return self.shape.depth - self.room > self.num_grammar and not self.is_ngram
+
+    def longer(self, room: int) -> RequestDrafts:
+        """Return this chain with so much room behind it."""
+        room = max(0, room)
+        return self._replace(shape=DraftShape.chain(self.shape.depth + room), room=room)
+
+    def cut_to(self, size: int) -> RequestDrafts:
+        """Return at most `size` of these drafts."""
+        shape = self.shape
+        if size >= shape.size:
+            return self
+        cut = DraftShape.chain(size) if shape.is_chain or not size else replace(shape, size=size)
+        return self._replace(shape=cut)
 
     def shortened(self) -> RequestDrafts:
         """Return the drafts to try if these do not fit: a chain one shorter, or none for a tree."""
-        shape = self.shape
-        return self._replace(shape=DraftShape.chain(shape.depth - 1) if shape.is_chain else PLAIN)
+        shape = DraftShape.chain(self.shape.depth - 1) if self.shape.is_chain else PLAIN
+        return self._replace(shape=shape, room=max(0, self.room - 1))
 
 
-_LONG_MATCH = 18
-"""Grammar drafts seem as likely as n-gram drafts after a match of so many tokens: 0.95."""
+_LONG_MATCH = 1_000_000
+"""Grammar drafts seem as likely as n-gram drafts after a match of so many tokens: certain."""
 
 
 @dataclass(frozen=True)
@@ -157,9 +187,24 @@ class DraftSource:
 
     def is_ngram(self, drafts: RequestDrafts) -> bool:
         """Return whether these are n-gram drafts."""
-        if drafts.is_grammar:
-            return False
-        return drafts.is_ngram or (drafts.shape.depth > 0 and not self.has_model)
+        return drafts.is_ngram or (drafts.is_model and not self.has_model)
+
+    def ngram_steps(
+        self, decoding: SequenceOf[Sequence], most: SequenceOf[int], grammar_steps: SequenceOf[int]
+    ) -> list[int]:
+        """Find n-gram drafts, behind grammar drafts; return how many; empty without n-grams."""
+        if self.ngrams is None:
+            return []
+        firsts: list[tuple[int, ...]] = [()] * len(decoding)
+        if grammar_steps:
+            pairs = zip(decoding, grammar_steps, strict=True)
+            firsts = [self.grammars(seq)[:count] for seq, count in pairs]
+            room = self.grammar_limits.steps
+            most = [
+                min(count, room) - len(first) if first else count
+                for count, first in zip(most, firsts, strict=True)
+            ]
+        return self.ngrams.find(decoding, most, firsts)
 
     def grammar_steps(
         self, decoding: SequenceOf[Sequence], most: SequenceOf[int], *, has_prompts: bool
@@ -183,11 +228,41 @@ class DraftSource:
             found = [min(count, max(0, room) // num) for count in found]
         return found if any(found) else []
 
-    def grammar_drafts(self, seq: Sequence, shape: DraftShape) -> NgramDrafts:
-        """Return the grammar drafts of a request as a shape, which may be a tree's."""
-        token_ids = self.grammars(seq)[: shape.size]
-        parents = () if shape.is_chain else tuple(range(len(token_ids)))
-        return NgramDrafts(token_ids, parents, _LONG_MATCH)
+    def wanted(
+        self,
+        decoding: SequenceOf[Sequence],
+        steps: RoundSteps,
+        batch: DecodeBatch,
+        *,
+        is_known: bool,
+    ) -> list[RequestDrafts]:
+        """Return the drafts of each request: those of `fair_drafts`.
+
+        Behind a model's chains there is room for text that a grammar forces, if the step has room
+        for all of it. is_known: whether the host knows all tokens.
+        """
+        drafts = fair_drafts(steps, batch)
+        limits = self.grammar_limits
+        most = limits.steps_with_prompts if batch.prompts else limits.steps
+        wanted = most if steps.grammar_steps is None else steps.grammar_steps
+        if not (is_known and most and self.model):
+            return drafts
+        longer = [
+            each.longer(min(wanted, seq.most_grammar_drafts, min(most, usable) - each.shape.depth))
+            if seq.params.grammar and each.is_model and each.shape.is_chain
+            else each
+            for seq, each, usable in zip(decoding, drafts, batch.max_steps, strict=True)
+        ]
+        num_drafts = sum([each.shape.size for each in longer])
+        return longer if num_drafts <= batch.max_draft_tokens else drafts
+
+    def given(self, seq: Sequence, drafts: RequestDrafts) -> NgramDrafts:
+        """Return the drafts of a request that no model makes; a tree has a trunk of the first."""
+        first = self.grammars(seq)[: drafts.num_grammar]
+        if self.ngrams is not None and self.is_ngram(drafts):
+            return self.ngrams.drafts(seq, drafts, first)
+        parents = () if drafts.shape.is_chain else tuple(range(len(first)))
+        return NgramDrafts(first, parents, _LONG_MATCH)
 
 
 def max_committed(req: ScheduledRequest | None) -> int:
@@ -236,13 +311,16 @@ def decode_batch(
         usable_steps(seq, 0 if req is None else 1)
         for seq, req in zip(decoding, reqs_before, strict=True)
     ]
-    ngram_steps = [] if drafts.ngrams is None else drafts.ngrams.find(decoding, max_steps)
     grammar_steps: list[int] = []
     if not any(reqs_before):  # a step in flight adds tokens that decide what a grammar forces
         grammar_steps = drafts.grammar_steps(decoding, max_steps, has_prompts=bool(prompts))
+    ngram_steps = drafts.ngram_steps(decoding, max_steps, grammar_steps)
+    firsts = grammar_steps or [0] * len(decoding)
     return DecodeBatch(
         request_ids=[seq.request_id for seq in decoding],
-        max_steps=max_steps if drafts.has_model else ngram_steps,
+        max_steps=max_steps
+        if drafts.has_model
+        else [n and n + first for n, first in zip(ngram_steps, firsts, strict=True)],
         num_tokens=sum(lengths),
         num_sampled=sum(not seq.params.is_greedy for seq in decoding),
         max_draft_tokens=max(0, min(budget, held + cache.num_free_pages * page_size)),
@@ -291,7 +369,7 @@ def usable_budget(
     """
     if steps.budget is None or not may_choose:
         return None
-    budget = max(steps.budget, 0) + sum([req.num_draft_tokens for req in reqs if req.from_grammar])
+    budget = max(steps.budget, 0) + sum([req.num_grammar_drafts for req in reqs])
     return budget if budget < sum([req.num_draft_tokens for req in reqs]) else None
 
 
@@ -306,31 +384,27 @@ def _shared(num_drafts: list[int], batch: DecodeBatch) -> list[int]:
 def fair_drafts(steps: RoundSteps, batch: DecodeBatch) -> list[RequestDrafts]:
     """Return the draft size of each request: the policy's shape within the request's own limits.
 
-    If the room is too small for all drafts, it is shared evenly.
+    If the room is too small for all drafts, it is shared evenly. Levels include grammar drafts: a
+    tree has a trunk of them, and branches behind it.
     """
     shape, ngram_drafts = steps.shape, ngram_steps(steps, batch)
-    grammar_drafts = grammar_steps(steps, batch)
-    if not shape.is_chain:  # a chain in a tree's place
-        grammar_drafts = [min(count, shape.size) for count in grammar_drafts]
-    wanted = zip(
-        grammar_drafts, ngram_drafts, wanted_steps(steps, batch), batch.max_steps, strict=True
-    )
-    usable = [by_grammar or n or min(want, most) for by_grammar, n, want, most in wanted]
+    firsts = grammar_steps(steps, batch)
+    if not shape.is_chain:
+        firsts = [min(first, shape.size) for first in firsts]
+    wanted = zip(firsts, ngram_drafts, wanted_steps(steps, batch), batch.max_steps, strict=True)
+    usable = [first + n if n else max(first, min(want, most)) for first, n, want, most in wanted]
     if shape.is_chain:
         shapes = [DraftShape.chain(depth) for depth in _shared(usable, batch)]
     else:
-        sizes = [
-            n or shape.size_at(levels) for n, levels in zip(grammar_drafts, usable, strict=True)
-        ]
+        sizes = [shape.size_at(levels, first) for first, levels in zip(firsts, usable, strict=True)]
         sizes = _shared(sizes, batch)
         shapes = [
             DraftShape(min(levels, size), size, shape.topk) if size else PLAIN
             for levels, size in zip(usable, sizes, strict=True)
         ]
-    reqs = zip(shapes, ngram_drafts, grammar_drafts, strict=True)
     return [
-        RequestDrafts(own, is_ngram=of_ngrams > 0, is_grammar=by_grammar > 0)
-        for own, of_ngrams, by_grammar in reqs
+        RequestDrafts(own, min(first, own.size), is_ngram=n > 0)
+        for own, first, n in zip(shapes, firsts, ngram_drafts, strict=True)
     ]
 
 
@@ -381,19 +455,20 @@ def decode_request(
     )
 
 
-def ngram_request(
+def given_request(
     seq: Sequence, drafts: RequestDrafts, found: NgramDrafts, num_missing: int, limit: int
 ) -> ScheduledRequest:
-    """Return a request that verifies n-gram or grammar drafts.
+    """Return a request that verifies drafts which no model makes, first of all or alone.
 
-    A draft model sees one without drafts.
+    A draft model that makes none sees one without drafts.
     """
-    req = decode_request(seq, RequestDrafts(PLAIN), num_missing, limit)
     shape = drafts.shape
-    return req._replace(
+    drafted = drafts if shape.depth - drafts.room > len(found.token_ids) else RequestDrafts(PLAIN)
+    return decode_request(seq, drafted, num_missing, limit)._replace(
         shape=shape,
         draft_ids=found.token_ids[: shape.size],
         draft_parents=found.parents[: shape.size],
         draft_match=found.match,
-        from_grammar=drafts.is_grammar,
+        num_grammar_drafts=min(drafts.num_grammar, shape.size),
+        room=drafts.room,
     )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from math import isnan
 from typing import NamedTuple
 
 from serve_spec.config import SchedulerConfig
-from serve_spec.core.draft import PLAIN, GrammarLimits, ModelDrafts, NgramDrafter
+from serve_spec.core.draft import PLAIN, DraftShape, GrammarLimits, ModelDrafts, NgramDrafter
 from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest
 from serve_spec.core.request import FinishReason
 from serve_spec.core.round import AS_DRAWN, DecodeBatch, RoundSteps
@@ -29,10 +28,9 @@ from serve_spec.scheduler.requests import (
     RequestDrafts,
     decode_batch,
     decode_request,
-    fair_drafts,
+    given_request,
     max_committed,
     missing_after,
-    ngram_request,
     usable_budget,
 )
 
@@ -40,13 +38,35 @@ ChooseSteps = Callable[[DecodeBatch], RoundSteps]
 CutOutput = Callable[[Sequence, list[int]], tuple[int, FinishReason | None]]
 
 
+class GrammarDrafts(NamedTuple):
+    """A run of grammar drafts: those verified, accepted and emitted, and whether it was reached."""
+
+    verified: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    was_reached: bool = False
+
+    @staticmethod
+    def at(start: int, end: int, accepted: int, emitted: int) -> GrammarDrafts:
+        """Return the run from `start` to `end` of a request's drafts.
+
+        accepted, emitted: of all of them, from the first on.
+        """
+        kept, shown = (min(max(0, count - start), end - start) for count in (accepted, emitted))
+        return GrammarDrafts(end - start, kept, shown, start < end and accepted >= start)
+
+
+NO_GRAMMAR_DRAFTS = GrammarDrafts(), GrammarDrafts()
+
+
 class CommittedRequest(NamedTuple):
     """A sequence after a step, how it was `scheduled`, and the tokens it gained.
 
     `number`: its index among the sampling requests. `num_drafts`: drafts that were verified.
-    `num_steps`: most levels that were verified; of a chain, drafts.
+    `num_steps`: most levels that were verified; of a chain, drafts. 0 of `reached_steps` if they
+    are behind a grammar draft that was rejected.
     `num_correct_drafts` counts accepted drafts, also those past the end of the text.
-    `grammar_drafts`: those verified, and those accepted; they do not count in the others.
+    `grammar_drafts`: those before the others, then those behind, which do not count in the others.
     """
 
     seq: Sequence
@@ -56,17 +76,28 @@ class CommittedRequest(NamedTuple):
     num_drafts: int
     num_steps: int
     num_correct_drafts: int
-    grammar_drafts: tuple[int, int] = (0, 0)
+    grammar_drafts: tuple[GrammarDrafts, ...] = NO_GRAMMAR_DRAFTS
 
     @property
     def num_verified(self) -> int:
         """Drafts that were verified, grammar drafts included."""
-        return self.num_drafts + self.grammar_drafts[0]
+        return self.num_drafts + self.num_grammar_drafts
+
+    @property
+    def num_grammar_drafts(self) -> int:
+        """Grammar drafts that were verified."""
+        return sum([drafts.verified for drafts in self.grammar_drafts])
 
     @property
     def num_grammar_tokens(self) -> int:
         """Grammar drafts among the tokens it gained."""
-        return len(self.token_ids) - 1 if self.grammar_drafts[1] else 0
+        return sum([drafts.emitted for drafts in self.grammar_drafts])
+
+    @property
+    def reached_steps(self) -> int:
+        """`num_steps`, if the target accepted all grammar drafts before them."""
+        first = self.grammar_drafts[0]
+        return self.num_steps if first.accepted == first.verified else 0
 
 
 class Scheduler:
@@ -131,7 +162,7 @@ class Scheduler:
         batch = decode_batch(decoding, reqs_before, *waiting, room, self.cache, self.drafts)
         was_postponed = self._postponed is not None and self._postponed.has_drafts
         steps = self._choose(choose_steps, batch) if decoding else RoundSteps(PLAIN)
-        drafts = fair_drafts(steps, batch)
+        drafts = self.drafts.wanted(decoding, steps, batch, is_known=before is None)
         drafts_by_model = any(each.is_model for each in drafts)
         limit = max_missing if drafts_by_model else 0
         if before is None:
@@ -223,7 +254,7 @@ class Scheduler:
                 seq.num_computed = req.length
                 self.cache.publish(seq)
             else:
-                drafts = number, num_drafts
+                drafts = number, num_drafts, result.grammar_starts.get(number, num_drafts)
                 committed.append(self._commit_request(seq, req, tokens, drafts, cut))
         self._return_pages(plan, [each.seq for each in committed])
         return committed
@@ -250,13 +281,9 @@ class Scheduler:
     def _plan_decode(
         self, seq: Sequence, drafts: RequestDrafts, limit: int
     ) -> ScheduledRequest | None:
-        found = None
-        if drafts.is_grammar:
-            found = self.drafts.grammar_drafts(seq, drafts.shape)
-        elif self.drafts.ngrams is not None and self.drafts.is_ngram(drafts):
-            found = self.drafts.ngrams.drafts(seq, drafts)
-        if found is not None and found.parents:
-            drafts = drafts._replace(shape=replace(drafts.shape, size=len(found.token_ids)))
+        found = self.drafts.given(seq, drafts)
+        if self.drafts.is_ngram(drafts):
+            drafts = drafts.cut_to(len(found.token_ids))
         while not self.cache.can_reserve(seq, len(seq) + self.drafts.slots_past(drafts.shape)):
             if drafts.shape.depth:
                 drafts = drafts.shortened()  # before any other request is preempted
@@ -266,30 +293,35 @@ class Scheduler:
                 return None
         self.cache.reserve(seq, len(seq) + self.drafts.slots_past(drafts.shape))
         num_missing = len(seq) - 1 - seq.num_draft_computed
-        if found is None:
-            return decode_request(seq, drafts, num_missing, limit)
-        return ngram_request(seq, drafts, found, num_missing, limit)
+        return given_request(seq, drafts, found, num_missing, limit)
 
     def _commit_request(
         self,
         seq: Sequence,
         req: ScheduledRequest,
         tokens: list[int],
-        drafts: tuple[int, int],
+        drafts: tuple[int, int, int],
         cut: CutOutput,
     ) -> CommittedRequest:
-        """Commit one request. drafts: its index among the sampling ones, and drafts verified."""
-        num_kept, reason = cut(seq, tokens)
-        kept, (number, num_drafts) = tokens[:num_kept], drafts
-        num_steps = min(req.shape.depth, num_drafts)
+        """Commit one request.
+
+        drafts: its index among the sampling ones, drafts verified, those before a second run.
+        """
+        num_tokens, reason = cut(seq, tokens)
+        kept, (number, num_drafts, end) = tokens[:num_tokens], drafts
+        start, end = min(req.num_grammar_drafts, num_drafts), min(end, num_drafts)
+        accepted, emitted = len(tokens) - 1, len(kept) - 1
+        runs = [GrammarDrafts.at(*x, accepted, emitted) for x in ((0, start), (end, num_drafts))]
+        num_drafts, num_correct = end - start, min(max(0, accepted - start), end - start)
+        num_steps = min(req.shape.depth, end) - start
         num_entries = seq.num_draft_computed
         if req.extends:
             # Draft extend made the entries before the root; those made while drafting are stale.
             seq.num_draft_computed = len(seq) - 1
         if req.is_decode:
             # The last token that is emitted counts as the bonus token, also if a stop cuts the run.
-            by_grammar = req.from_grammar
-            seq.stats.observe(num_steps, len(kept) - 1, num_drafts, by_grammar=by_grammar)
+            forced = runs[0].emitted, runs[1].emitted
+            seq.stats.observe(num_steps, emitted - sum(forced), num_drafts, grammar_tokens=forced)
         seq.token_ids += kept
         seq.num_computed = len(seq) - 1
         if reason is not None:
@@ -297,11 +329,10 @@ class Scheduler:
         elif not req.is_decode or num_entries < seq.num_prompt_tokens <= seq.num_draft_computed:
             # The prompt, or its draft KV, is complete. Generated pages are published at the end.
             self.cache.publish(seq)
-        num_correct = len(tokens) - 1
-        if req.from_grammar:
-            seq.learn_grammar_drafts(num_drafts, num_correct)
-            return CommittedRequest(seq, req, kept, number, 0, 0, 0, (num_drafts, num_correct))
-        return CommittedRequest(seq, req, kept, number, num_drafts, num_steps, num_correct)
+        for run in [run for run in runs if run.was_reached]:
+            seq.learn_grammar_drafts(run.verified, run.accepted)
+        of_all = number, num_drafts, num_steps, num_correct, tuple(runs)
+        return CommittedRequest(seq, req, kept, *of_all)
 
     def _return_pages(self, plan: ScheduledBatch, sequences: list[Sequence]) -> None:
         """Return the pages of rejected drafts, except those that a step in flight writes to.
@@ -335,7 +366,7 @@ def _scheduled_batch(
     num_missing = max(req.num_missing if req.extends else 0 for req in reqs)
     shape = steps.shape
     if shape.is_chain:
-        guessed = [req.shape for req in reqs if req.draft_ids and not req.from_grammar]
+        guessed = [DraftShape.chain(req.guessed_steps) for req in reqs if req.num_ngram_drafts]
         shape = max([shape, *guessed])
     return ScheduledBatch(
         tuple(reqs),

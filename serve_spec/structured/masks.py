@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from serve_spec.core.plan import ScheduledRequest
 from serve_spec.core.request import SamplingParams
 from serve_spec.core.sequence import Sequence as Request
 from serve_spec.log import get_logger
+from serve_spec.structured.bans import Bans, completions
 from serve_spec.structured.compiler import GrammarCompiler, Mask, Matcher
 from serve_spec.structured.forced import ForcedText
 
@@ -49,7 +50,8 @@ def follow(
     root: mask of the draw after the root. ends: the tokens that end a text; a draft of one, or of
     -1 (no token), is the last of its path.
     token_ids, parents: of each draft, parents before children, -1 for the root.
-    mask_at: returns the mask at the matcher's state, after these drafts.
+    mask_at: returns the mask at the matcher's state, after these drafts. It may replace the drafts
+    behind them, and their parents.
     nodes: the list to append to, for a thread that does not wait for all.
     """
     nodes = [] if nodes is None else nodes
@@ -95,41 +97,6 @@ def _move(matcher: Matcher, old: list[int], new: list[int], token_ids: Sequence[
     return new
 
 
-class Bans:
-    """`bad_token_ids`, `bad_words`, `allowed_token_ids` and `min_tokens` of a request, as masks.
-
-    They do not apply if they forbid every token that a grammar allows. So a complete text may end
-    before `min_tokens`.
-    """
-
-    def __init__(
-        self, compiler: GrammarCompiler, params: SamplingParams, held_ids: Sequence[int]
-    ) -> None:
-        self._always = compiler.mask_of(params.bad_token_ids)
-        if params.allowed_token_ids is not None:
-            self._always |= ~compiler.mask_of(params.allowed_token_ids)
-        self._held = compiler.mask_of(held_ids)
-        self._params = params
-
-    def off(self, mask: Mask, generated: Sequence[int], path: Sequence[int]) -> Mask:
-        """Return what is left of a mask after the tokens generated: at least one token."""
-        is_early = len(generated) + len(path) < self._params.min_tokens
-        left = mask & ~(self._always | self._held if is_early else self._always)
-        for token in completions(self._params, generated, path):
-            left[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
-        return left if np.any(left) else mask
-
-
-def completions(params: SamplingParams, generated: Sequence[int], path: Sequence[int]) -> list[int]:
-    """Return the tokens that would complete one of `bad_words`, by token ids, after the tokens."""
-    before = [
-        (tuple(word[:-1]), word[-1]) for word in params.bad_words if not isinstance(word, str)
-    ]
-    longest = max((len(start) for start, _ in before), default=0)
-    text = (*generated[max(0, len(generated) - longest) :], *path)
-    return [last for start, last in before if text[len(text) - len(start) :] == start]
-
-
 logger = get_logger(__name__)
 
 PATIENCE_S = 0.01
@@ -156,12 +123,15 @@ class RoundMasks:
         drawn, unless all are kept.
     places: the row of `words` of each draw of those requests, in order; -1: no mask.
     words: [M, ceil(V / 32)], see `Mask`.
+    forced: by index, grammar drafts that replace those of a request from a number on; see
+        `Grammars.round_masks`.
     late: indices of requests that drew without masks; what they drew is void.
     """
 
     num_drafts: tuple[int, ...]
     places: tuple[int, ...]
     words: NDArray[np.uint32]
+    forced: Mapping[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     late: tuple[int, ...] = ()
 
 
@@ -284,20 +254,25 @@ class Grammars:
         drafts: of each request at least those that are verified. parents: the draft before each,
         counted from 1, 0 for the root; None if no drafts branch. keeps_all: also drafts
         that cannot be drawn, and those after them.
+        Where a model's chain leads to text that the grammar forces, that goes on with its usual
+        tokens, up to the size of the request's shape.
         """
         nodes: list[list[Node]] = []
+        forced: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
         jobs: dict[int, Future[_Text | None]] = {}
         for number, req in enumerate(reqs):
-            token_ids = drafts[number][: req.num_draft_tokens]
+            token_ids = list(drafts[number][: req.num_draft_tokens - req.room])
             above = range(len(token_ids)) if parents is None else parents[number]
             places = [place - 1 for place in above[: len(token_ids)]]
             if req.params.grammar is None:
                 nodes.append(self._nodes_without_words(req, token_ids, places))
                 continue
             text = self._text(req, req.params.grammar)
-            nodes.append([Node(is_legal=True, mask=self._left(text, text.mask, ()))])
+            nodes.append([Node(is_legal=True, mask=text.left(text.mask, ()))])
             if token_ids:
-                follow_drafts = partial(self._follow, req, text, token_ids, places, nodes[number])
+                found = forced[number] = []
+                followed = Followed(req, token_ids, places, nodes[number], found)
+                follow_drafts = partial(text.follow, followed, self._forced_of(req))
                 jobs[number] = self._threads.submit(follow_drafts)
         late = self._wait_for(reqs, jobs)
         nodes = [of_req.copy() for of_req in nodes]  # a late thread may add to its own
@@ -316,6 +291,7 @@ class Grammars:
             num_drafts=tuple(len(of_req) - 1 for of_req in masks),
             places=tuple(-1 if mask is None else next(numbers) for mask in flat),
             words=np.array(words, dtype=np.uint32).reshape(-1, self.compiler.num_words),
+            forced={number: found[0] for number, found in forced.items() if found},
             late=tuple(late) if keeps_all else (),
         )
 
@@ -344,35 +320,10 @@ class Grammars:
                 self.forget(request_id)
         return late
 
-    def _left(self, text: _Text, mask: Mask | None, path: Sequence[int]) -> Mask:
-        """Return what bans leave of the mask after a text and some drafts."""
-        # A text that cannot continue may end.
-        mask = self.compiler.ends if mask is None else mask
-        return text.bans.off(mask, text.token_ids, path)
-
-    def _follow(
-        self,
-        req: ScheduledRequest,
-        text: _Text,
-        drafts: Sequence[int],
-        parents: Sequence[int],
-        nodes: list[Node],
-    ) -> _Text | None:
-        """Append the nodes of drafts to those of the root. Return the text, unless it is spoilt."""
-        root = nodes[0].mask
-        assert root is not None, "a grammar masks every draw"
-        found: list[Node] = []
-
-        def mask_at(path: list[int]) -> Mask:
-            nodes.extend(found[len(nodes) - 1 :])
-            return self._left(text, text.timed_mask(), path)
-
-        follow(text.matcher, root, drafts, parents, self.compiler.ends, mask_at, found)
-        nodes.extend(found[len(nodes) - 1 :])
-        if text.matcher.problem:
-            logger.warning("request %s: its grammar: %s", req.request_id, text.matcher.problem)
-            return None
-        return text
+    def _forced_of(self, req: ScheduledRequest) -> ForcedText | None:
+        """Return what finds grammar drafts behind those of a model, if any are wanted."""
+        is_wanted = self.most_drafts and req.model_steps and req.shape.is_chain
+        return self._forced if is_wanted else None
 
     def _bans(self, req: ScheduledRequest) -> Bans:
         held_ids = () if req.edited is None else req.edited.held_ids
@@ -416,6 +367,20 @@ class Grammars:
         return text
 
 
+class Followed(NamedTuple):
+    """The drafts of a request that a thread follows: their tokens and parents, -1 for the root.
+
+    nodes: that of the root, to which theirs are added. replaced: becomes the grammar drafts that
+    replace those of a chain behind the first few, and the number of these, if there are any.
+    """
+
+    req: ScheduledRequest
+    token_ids: list[int]
+    parents: list[int]
+    nodes: list[Node]
+    replaced: list[tuple[int, tuple[int, ...]]]
+
+
 @dataclass
 class _Text:
     """A text, its state in its grammar, and the mask of the next draw (see `Matcher`).
@@ -452,9 +417,17 @@ class _Text:
         self.mask, self._has_mask = self.timed_mask(), True
 
     def find_drafts(self, forced: ForcedText, most: int) -> None:
-        """Make grammar drafts after a new token, unless masks are slow."""
-        if self.mask is not None and not self.num_slow:
-            self.drafts = forced.drafts(self.matcher, self.mask, self.token_ids, most)
+        """Make grammar drafts after a new token."""
+        if self.mask is not None:
+            self.drafts = self.drafts_after(forced, self.mask, (), most)
+
+    def drafts_after(
+        self, forced: ForcedText, mask: Mask, path: Sequence[int], most: int
+    ) -> tuple[int, ...]:
+        """Return grammar drafts at the matcher's state, which is behind some drafts of the text."""
+        if self.num_slow or most < 1:
+            return ()
+        return forced.drafts(self.matcher, mask, (*self.token_ids, *path), most)
 
     def timed_mask(self) -> Mask | None:
         """Return the mask at the matcher's state; note the time that it takes."""
@@ -464,3 +437,33 @@ class _Text:
         self.mask_s = max(self.mask_s, took)
         self.num_slow += took > SLOW_MASK_S
         return mask
+
+    def left(self, mask: Mask | None, path: Sequence[int]) -> Mask:
+        """Return what bans leave of the mask after the text and some drafts."""
+        # A text that cannot continue may end.
+        return self.bans.off(self.bans.ends if mask is None else mask, self.token_ids, path)
+
+    def follow(self, wanted: Followed, forced: ForcedText | None) -> _Text | None:
+        """Append the nodes of drafts to those of the root. Return the text, unless it is spoilt."""
+        req, drafts, parents, nodes, replaced = wanted
+        root = nodes[0].mask
+        assert root is not None, "a grammar masks every draw"
+        found: list[Node] = []
+
+        def mask_at(path: list[int]) -> Mask:
+            nodes.extend(found[len(nodes) - 1 :])
+            mask, num = self.timed_mask(), len(path)
+            if forced and not replaced and mask is not None and num >= req.num_grammar_drafts:
+                more = self.drafts_after(forced, mask, path, req.num_draft_tokens - num)
+                if more:
+                    replaced.append((num, more))
+                    drafts[num:] = more
+                    parents[num:] = range(num - 1, num + len(more) - 1)
+            return self.left(mask, path)
+
+        follow(self.matcher, root, drafts, parents, self.bans.ends, mask_at, found)
+        nodes.extend(found[len(nodes) - 1 :])
+        if self.matcher.problem:
+            logger.warning("request %s: its grammar: %s", req.request_id, self.matcher.problem)
+            return None
+        return self

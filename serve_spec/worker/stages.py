@@ -38,9 +38,10 @@ class StageBodies:
         self.drafter.extend(self.buffers, size.requests, length)
 
     def draft(self, shape: DraftShape, size: StepSize) -> None:
-        """Draft with the model, for every request."""
+        """Draft with the model, for every request, behind the drafts that are given."""
         assert self.drafter is not None, "drafting needs a draft model"
-        self.drafter.draft(self.buffers, size.requests, shape)
+        draft = partial(self.drafter.draft, self.buffers, size.requests, shape)
+        self.buffers.keeping_given(size.requests, draft)
         # Ranks with different drafts would verify a mixture of them.
         self.parallel.broadcast(self.buffers.drafts)
         if not shape.is_chain and self.buffers.parents is not None:
@@ -161,7 +162,7 @@ class StageTable:
         extend = draft = verify_prompts = None
         drafted = tuple([req for req in reqs if req.model_steps])
         if drafted and self.bodies.drafter is not None:
-            draft = self._draft(_shape_of(plan, drafted), num_requests)
+            draft = self._draft(_shape_of(plan, drafted, is_drafted=True), num_requests)
             if self.bodies.drafter.keeps_kv:
                 behind = tuple([req for req in drafted if req.num_missing > self.max_extend])
                 extend = self._extend(plan, num_requests, has_behind=bool(behind))
@@ -220,9 +221,12 @@ class StageTable:
         return self.extends[min(fits)]
 
 
-def _shape_of(plan: ScheduledBatch, reqs: tuple[ScheduledRequest, ...]) -> DraftShape:
-    """Return the shape that holds the drafts of these requests."""
-    depth = max((req.num_steps for req in reqs), default=0)
+def _shape_of(
+    plan: ScheduledBatch, reqs: tuple[ScheduledRequest, ...], *, is_drafted: bool = False
+) -> DraftShape:
+    """Return the shape that holds the drafts of these requests; is_drafted: of a model alone."""
+    depths = (req.model_steps if is_drafted else req.num_steps for req in reqs)
+    depth = max(depths, default=0)
     return DraftShape.chain(depth) if plan.shape.is_chain or not depth else plan.shape
 
 

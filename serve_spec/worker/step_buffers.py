@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -79,7 +79,8 @@ class StepBuffers:
 
     `request_slots` int32 [B]: each request's slot, the padding slot past the last. `depths` int32
     [B]: levels of its drafts. `query_lens` int32 [B]: tokens the target verifies, its drafts and
-    the root, and 0 past the last. `kinds` int32 [B]: see `Calibration`.
+    the root, and 0 past the last. `given` int32 [B]: the first drafts of each that are not a draft
+    model's; they are in `drafts` before it drafts. `kinds` int32 [B]: see `Calibration`.
     `drafts` int64 [B, N]: -1 where the draft gave no token.
     `draft_logprobs` float32 [B, N]: log probability of each draft when it was drawn; see
     `ops.draw.draw_children`, `sample_drafts`, `NgramDrafts.probability`.
@@ -125,6 +126,7 @@ class StepBuffers:
         self.request_slots = torch.full_like(zeros(max_requests), slots.padding)
         self.depths = zeros(max_requests)
         self.query_lens: Tensor = query_lens
+        self.given = zeros(max_requests)
         self.kinds = zeros(max_requests)
         self.drafts = zeros(max_requests, most, dtype=torch.int64)
         self.draft_logprobs: Tensor = logprobs.view(torch.float32).view(max_requests, most)
@@ -141,18 +143,35 @@ class StepBuffers:
             self.draft_logits = _draft_logits(slots, max_depth, sampled_from)
 
     def write_requests(
-        self, slots: Sequence[int], depths: Sequence[int], num_drafts: Sequence[int]
+        self,
+        slots: Sequence[int],
+        depths: Sequence[int],
+        num_drafts: Sequence[int],
+        given: Sequence[int] = (),
     ) -> None:
-        """Write slot, depth and number of drafts of a step's requests, without waiting."""
+        """Write slot, depth and numbers of drafts of a step's requests, without waiting."""
         empty = [0] * (self.max_requests - len(slots))
         padded = [*slots, *[self.slots.padding] * len(empty)]
         query_lens = [*(count + 1 for count in num_drafts), *empty]
-        rows = torch.tensor([padded, query_lens, [*depths, *empty]], dtype=torch.int32)
+        num_given = [*given, *[0] * (self.max_requests - len(given))]
+        rows = torch.tensor([padded, query_lens, [*depths, *empty], num_given], dtype=torch.int32)
         if self.request_slots.is_cuda:
             rows = rows.pin_memory()
         self.request_slots.copy_(rows[0], non_blocking=True)
         self.query_lens.copy_(rows[1], non_blocking=True)
         self.depths.copy_(rows[2], non_blocking=True)
+        self.given.copy_(rows[3], non_blocking=True)
+
+    def keeping_given(self, num_requests: int, draft: Callable[[], None]) -> None:
+        """Call `draft`, which writes drafts of the first requests; keep those that are given."""
+        reqs, columns = slice(num_requests), (self.drafts, self.draft_logprobs, self.parents)
+        written = [x[reqs] for x in columns if x is not None]
+        before = [x.clone() for x in written]
+        draft()
+        place = torch.arange(self.max_drafts, device=self.given.device)
+        is_given = place < self.given[reqs].unsqueeze(1)
+        for now, kept in zip(written, before, strict=True):
+            now.copy_(kept.where(is_given, now))
 
     def write_budget(self, budget: int, kinds: Sequence[int], calibration: Calibration) -> None:
         """Write how many drafts to admit, their kinds and the calibration, without waiting.
@@ -188,6 +207,19 @@ class StepBuffers:
         if parents:
             assert self.parents is not None, "a step with trees has room for parents"
             _write_rows(self.parents, parents)
+
+    def write_forced(self, forced: Mapping[int, tuple[int, Sequence[int]]]) -> None:
+        """Write grammar drafts behind a model's, see `RoundMasks.forced`, without waiting."""
+        if not forced:
+            return
+        places = [
+            (at, start + place, token)
+            for at, (start, token_ids) in forced.items()
+            for place, token in enumerate(token_ids)
+        ]
+        row, column, token = to_device(torch.tensor(places), self.drafts.device).unbind(1)
+        self.drafts[row, column] = token
+        self.draft_logprobs[row, column] = -1e-6  # certain
 
 
 @torch.inference_mode()

@@ -19,7 +19,7 @@ from serve_spec.core.plan import (
     ScheduledRequest,
 )
 from serve_spec.parallel.worker_ranks import WorkerRanks
-from serve_spec.worker.worker import SpecWorker
+from serve_spec.worker.worker import MaskedPlan, SpecWorker
 
 _DRAIN = "drain"
 
@@ -49,13 +49,13 @@ class TensorParallelWorker(SpecWorker):
         with self._worker_ranks.in_step():
             return _JointStep(super().submit(plan), self._worker_ranks)
 
-    def _mask(self, plan: ScheduledBatch) -> tuple[ScheduledBatch, tuple[int, ...]]:
-        """Make the masks here alone; tell the other ranks how many drafts are left."""
-        plan, late = super()._mask(plan)
+    def _mask(self, plan: ScheduledBatch) -> MaskedPlan:
+        """Make the masks here alone; tell the other ranks which drafts are left, and which new."""
+        masked = super()._mask(plan)
         if plan.has_masks and plan.shape.is_chain:
-            num_drafts = [req.num_draft_tokens for req in plan.sampling_requests]
-            self._worker_ranks.broadcast(num_drafts)
-        return plan, late
+            num_drafts = [req.num_draft_tokens for req in masked.plan.sampling_requests]
+            self._worker_ranks.broadcast([num_drafts, {**masked.forced}])
+        return masked
 
     def drain(self) -> None:
         """Forget the state of all requests on every rank."""
@@ -83,14 +83,16 @@ class FollowingWorker(SpecWorker):
         super().__init__(*args)
         self.broadcasts = broadcasts
 
-    def _mask(self, plan: ScheduledBatch) -> tuple[ScheduledBatch, tuple[int, ...]]:
+    def _mask(self, plan: ScheduledBatch) -> MaskedPlan:
         self.buffers.masks.clear()
         if plan.has_masks and plan.shape.is_chain:
-            num_drafts = next(self.broadcasts, None)
-            if not isinstance(num_drafts, list):
+            message = next(self.broadcasts, None)
+            if not isinstance(message, list):
                 raise RuntimeError("rank 0 ended within a step")
+            num_drafts, forced = message
+            self.buffers.write_forced(forced)
             plan = plan.cut(num_drafts)
-        return plan, ()
+        return MaskedPlan(plan)
 
 
 def run_worker_loop(worker: FollowingWorker) -> None:

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -224,8 +225,8 @@ class SpecWorker:
             self._write_requests(reqs)
             self._draft(reqs, stages)
         timer.mark("drafted")
-        plan, late = self._mask(plan)
-        step = self._verify(plan, stages, timer, late)
+        masked = self._mask(plan)
+        step = self._verify(masked, stages, timer)
         timer.mark("verified")
         self._newest_timer = timer
         return step
@@ -240,7 +241,9 @@ class SpecWorker:
         self._newest_timer = None
 
     def _draft(self, reqs: Sequence[ScheduledRequest], stages: StepStages) -> None:
-        """Extend and draft with the model for every request; write n-gram and grammar drafts."""
+        """Write n-gram and grammar drafts; extend and draft with the model for every request."""
+        if given := {b: req.given_drafts for b, req in enumerate(reqs) if req.draft_ids}:
+            self.buffers.write_drafts(given)
         size = StepSize(len(reqs), len(reqs))
         if stages.extend_chunks is not None:
             self._extend_chunks(stages.behind, stages.extend_chunks)
@@ -248,8 +251,6 @@ class SpecWorker:
             stages.extend.run(size)
         if stages.draft is not None:
             stages.draft.run(size)
-        if given := {b: req.given_drafts for b, req in enumerate(reqs) if req.draft_ids}:
-            self.buffers.write_drafts(given)
 
     def _extend_chunks(self, reqs: Sequence[ScheduledRequest], stage: StageRunner) -> None:
         """Make the draft KV entries of prompts and after long pauses from tokens the host knows.
@@ -263,14 +264,14 @@ class SpecWorker:
             stage.run(StepSize(sum(len(c.token_ids) for c in group), 0, count))
         self._requests.set_draft_lengths([req._replace(draft_start=req.start - 1) for req in reqs])
 
-    def _mask(self, plan: ScheduledBatch) -> tuple[ScheduledBatch, tuple[int, ...]]:
-        """Write the step's grammar masks.
+    def _mask(self, plan: ScheduledBatch) -> MaskedPlan:
+        """Write the step's grammar masks, and grammar drafts behind a model's.
 
-        Return the plan without drafts that cannot be drawn, and the late ones of `RoundMasks`.
+        Return the plan without drafts that cannot be drawn.
         """
         if not plan.has_masks:
             self.buffers.masks.clear()
-            return plan, ()
+            return MaskedPlan(plan)
         reqs = plan.sampling_requests
         is_tree = not plan.shape.is_chain
         if any(req.model_steps for req in reqs):
@@ -287,16 +288,14 @@ class SpecWorker:
         )
         masks = self.grammars.round_masks(reqs, token_ids, parents, keeps_all=keeps_all)
         self.buffers.masks.write(masks)
-        return plan if is_tree else plan.cut(masks.num_drafts), masks.late
+        self.buffers.write_forced(masks.forced)
+        if not is_tree:
+            plan = plan.cut(masks.num_drafts)
+        return MaskedPlan(plan, masks.late, masks.forced)
 
-    def _verify(
-        self,
-        plan: ScheduledBatch,
-        stages: StepStages,
-        timer: StageTimer,
-        late: tuple[int, ...],
-    ) -> _StepInFlight:
+    def _verify(self, masked: MaskedPlan, stages: StepStages, timer: StageTimer) -> _StepInFlight:
         """Run target and verification, and start to read the results."""
+        plan = masked.plan
         reqs, prompts = plan.sampling_requests, plan.prefill_requests
         # Complete prompts draw, too, but did not draft.
         self._write_requests(reqs)
@@ -327,7 +326,7 @@ class SpecWorker:
         if tokens is not None:  # last, because ranks gather these logits where the others were
             scored = prompt_logprobs(plan, tokens.hidden, self.target.model.logits, self.vocab_size)
         before = self._newest_timer
-        return _StepInFlight(read_back, len(reqs), timer, before, logprobs, scored, late)
+        return _StepInFlight(read_back, len(reqs), timer, before, logprobs, scored, masked)
 
     def _admit(self, plan: ScheduledBatch, num_drafts: int, stage: StageRunner) -> None:
         """Admit the likeliest `num_drafts` drafts of the step."""
@@ -344,10 +343,19 @@ class SpecWorker:
             tuple([req.request_slot for req in reqs]),
             tuple([req.num_steps for req in reqs]),
             tuple([req.num_draft_tokens for req in reqs]),
+            tuple([len(req.draft_ids) for req in reqs]),
         )
         if requests != self._written:
             self.buffers.write_requests(*requests)
             self._written = requests
+
+
+class MaskedPlan(NamedTuple):
+    """A plan whose masks are made; see `RoundMasks`."""
+
+    plan: ScheduledBatch
+    late: tuple[int, ...] = ()
+    forced: Mapping[int, tuple[int, tuple[int, ...]]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -360,7 +368,7 @@ class _StepInFlight:
     before: StageTimer | None
     logprobs: Callable[[Sequence[Sequence[int]]], Logprobs] | None
     prompt_logprobs: Callable[[], Logprobs] | None
-    late_masks: tuple[int, ...]
+    masked: MaskedPlan
 
     def result(self) -> BatchResult:
         """Wait for the results."""
@@ -375,7 +383,8 @@ class _StepInFlight:
             verify_ms=self.timer.ms("drafted", "verified"),
             broken_drafts=broken_drafts,
             broken_logits=broken_logits,
-            late_masks=self.late_masks,
+            late_masks=self.masked.late,
+            grammar_starts={at: start for at, (start, _) in self.masked.forced.items()},
             num_drafts=[count - 1 for count in read_back.query_lens[:num_requests].tolist()],
             draft_logprobs=logprobs[:num_requests].copy() if logprobs.size else None,
             logprobs={} if self.logprobs is None else self.logprobs(token_ids),

@@ -304,6 +304,7 @@ ROUND = verified_round(
     speedup=1.5,
     num_broken_drafts=1,
     grammar_drafts=[(4, 2)],
+    num_grammar_drafts=4,
     num_grammar_tokens=2,
 )
 PREFILL = verified_round(

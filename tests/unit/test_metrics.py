@@ -33,6 +33,7 @@ ROUND = replace(
     num_prefix_query_tokens=9,
     num_prefix_hit_tokens=4,
     grammar_drafts=((2, 1),),
+    num_grammar_drafts=2,
     num_grammar_tokens=1,
     notes=replace(fake_engine.ROUND.notes, predicted_ms=None),
 )
@@ -125,8 +126,10 @@ def test_levels_of_a_tree_are_not_counted_by_its_drafts():
 
 
 def test_grammar_drafts_count_apart_from_others():
-    forced = replace(PURE, grammar_drafts=[(5, 4), (3, 0)], num_grammar_tokens=4)
-    plain = replace(PURE, grammar_drafts=(), num_grammar_tokens=0)
+    forced = replace(
+        PURE, grammar_drafts=[(5, 4), (3, 0)], num_grammar_drafts=8, num_grammar_tokens=4
+    )
+    plain = replace(PURE, grammar_drafts=(), num_grammar_drafts=0, num_grammar_tokens=0)
     names = GRAMMAR_DRAFTS, GRAMMAR_TOKENS
     assert values(forced, *names) == [8, 4]
     others = [

@@ -95,7 +95,9 @@ class Drafter(Protocol):
         drafts were drawn from.
 
         `buffers.depths` and `buffers.query_lens` int32 [B] hold the levels, and drafts plus 1, of
-        each request; chains hold any token past their depth. A request of depth 0 has no pages
+        each request; chains hold any token past their depth. `buffers.given` int32 [B]: the first
+        so many of `buffers.drafts` are not the model's, and stay whatever is written there. A model
+        that reads its drafts goes on behind them. A request of depth 0 has no pages
         for drafts, so it must write no KV.
         """
 

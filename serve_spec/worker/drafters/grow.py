@@ -46,15 +46,19 @@ TreeLogits: TypeAlias = Callable[[int, Beam], Tensor]
 
 
 def draft_chains(requests: DraftingRequests, depth: int, next_logits: ChainLogits) -> None:
-    """Draw chains of `depth` drafts. Write `drafts`, `draft_logprobs` and `draft_logits`."""
+    """Draw chains of `depth` drafts. Write `drafts`, `draft_logprobs` and `draft_logits`.
+
+    Those of each request that are given already stand in place of what is drawn there.
+    """
     buffers, num_requests = requests.buffers, len(requests.slots)
     steps = torch.arange(depth, device=requests.lengths.device).unsqueeze(1)
     positions = requests.lengths + steps
+    given = buffers.given[:num_requests]
     tokens: list[Tensor] = []
     logprobs: list[Tensor] = []
     for step in range(depth):
         drawn, likely = _draw(requests, next_logits(tokens), positions, step)
-        tokens.append(drawn)
+        tokens.append(drawn.where(given <= step, buffers.drafts[:num_requests, step]))
         logprobs.append(likely)
     buffers.drafts[:num_requests, :depth] = torch.stack(tokens, dim=1)
     buffers.draft_logprobs[:num_requests, :depth] = torch.stack(logprobs, dim=1)
@@ -82,11 +86,15 @@ def _draw(
 def draft_trees(requests: DraftingRequests, shape: DraftShape, next_logits: TreeLogits) -> None:
     """Grow trees. Write `drafts`, `draft_logprobs` and `parents`.
 
-    Requests of smaller depth or size get smaller trees.
+    Requests of smaller depth or size get smaller trees. Drafts of a request that are given already
+    are the trunk of its tree.
     """
     buffers, request_slots, lengths, target_ids = requests
     assert buffers.parents is not None, "buffers without parents hold chains"
     num_requests = len(request_slots)
+    given = buffers.given[:num_requests]
+    is_first = torch.zeros(shape.topk, shape.topk, dtype=torch.bool, device=given.device)
+    is_first[0, 0] = True  # the trunk is the first child of the first token of each beam
     beam = root_beam(num_requests, request_slots.device)
     levels = []
     for step in range(shape.depth):
@@ -102,9 +110,12 @@ def draft_trees(requests: DraftingRequests, shape: DraftShape, next_logits: Tree
             shape.topk,
         )
         by_parent = (num_requests, width, shape.topk)
-        level, beam = draft_tree.grow_beam(
-            beam, children.view(by_parent), likely.view(by_parent), step
-        )
+        children, likely = children.view(by_parent), likely.view(by_parent)
+        is_given = (given > step).view(-1, 1, 1)
+        trunk = buffers.drafts[:num_requests, step].view(-1, 1, 1)
+        children = children.where(~is_given, trunk.where(is_first[:width], -1))
+        likely = likely.masked_fill(is_given, 0.0)
+        level, beam = draft_tree.grow_beam(beam, children, likely, step)
         levels.append(level)
     counts = buffers.query_lens[:num_requests] - 1
     token_ids, parents, logprobs = draft_tree.choose_drafts(

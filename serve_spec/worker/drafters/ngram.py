@@ -79,19 +79,25 @@ class NgramDrafter:
             text = self._texts[request_id] = _Text(self._lengths)
         return text
 
-    def propose(self, request_id: str, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
+    def propose(
+        self, request_id: str, token_ids: Sequence[int], most: int, first: Sequence[int] = ()
+    ) -> tuple[int, ...]:
         """See `NgramDrafter`."""
         most = min(most, self.max_steps)
         if most < 1:
             return ()
-        return next(self._continuations(request_id, token_ids, most), ())
+        return next(self._continuations(request_id, token_ids, most, first), ())
 
     def propose_tree(
-        self, request_id: str, token_ids: Sequence[int], shape: DraftShape
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        shape: DraftShape,
+        first: Sequence[int] = (),
     ) -> NgramDrafts:
         """Return a tree of the continuations of several matches: longer ones first, then newer."""
         most = min(shape.depth, self.max_steps)
-        found = self._continuations(request_id, token_ids, most)
+        found = self._continuations(request_id, token_ids, most, first)
         return branched(islice(found, BRANCHING_PLACES), self.topk, shape.size)
 
     def match_length(self, request_id: str) -> int:
@@ -99,21 +105,22 @@ class NgramDrafter:
         return self._matches.get(request_id, 0)
 
     def _continuations(
-        self, request_id: str, token_ids: Sequence[int], most: int
+        self, request_id: str, given: Sequence[int], most: int, first: Sequence[int]
     ) -> Iterator[tuple[int, ...]]:
         """Yield what followed the newest tokens elsewhere, up to `most` tokens, the best first."""
         text = self._text(request_id)
-        if text.num_tokens < len(token_ids):
+        if text.num_tokens < len(given):
             return
+        token_ids = [*given, *first] if first else given
         found = ((n, _continued(token_ids, end, most)) for n, end in text.ends(token_ids))
-        first = next(found, None)
+        best = next(found, None)
         rest: Iterator[tuple[int, tuple[int, ...]]] = found
-        if first is None:
+        if best is None:
             rest = self._from_corpus(token_ids, most)
-            first = next(rest, None)
-        if first is not None:
-            self._matches[request_id] = first[0]
-            yield first[1]
+            best = next(rest, None)
+        if best is not None:
+            self._matches[request_id] = best[0]
+            yield best[1]
             yield from (continuation for _, continuation in rest)
 
     def _from_corpus(

@@ -47,18 +47,27 @@ class ReplayDrafter:
             if length <= len(token_ids):
                 yield from self._answers.get(tuple(token_ids[:length]), ())
 
-    def propose(self, request_id: str, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
+    def propose(
+        self, request_id: str, token_ids: Sequence[int], most: int, first: Sequence[int] = ()
+    ) -> tuple[int, ...]:
         """See `NgramDrafter`."""
-        text, start = self._texts.get(request_id), len(token_ids)
-        if text is None or text.num_tokens < start or not text.saved:
+        text, end = self._texts.get(request_id), len(token_ids)
+        if text is None or text.num_tokens < end or not text.saved:
+            return ()
+        start = end + len(first)
+        if text.saved[0][end:start] != [*first]:
             return ()
         return tuple(text.saved[0][start : start + min(most, self._max_steps)])
 
     def propose_tree(
-        self, request_id: str, token_ids: Sequence[int], shape: DraftShape
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        shape: DraftShape,
+        first: Sequence[int] = (),
     ) -> NgramDrafts:
         """Return the chain of `propose` as a tree with one branch."""
-        chain = self.propose(request_id, token_ids, shape.depth)
+        chain = self.propose(request_id, token_ids, shape.depth, first)
         return NgramDrafts(chain, tuple(range(len(chain))))
 
     def match_length(self, request_id: str) -> int:

@@ -60,7 +60,7 @@ class InvalidDrafter:
     def learn(self, request_id, token_ids, most):
         return 0
 
-    def propose(self, request_id, token_ids, most):
+    def propose(self, request_id, token_ids, most, first=()):
         if token_ids[0] % 2 == 0:
             return (token_ids[-1],) * min(most, 2)
         return (token_ids[-1], 10**6, -7)[:most]
@@ -68,7 +68,7 @@ class InvalidDrafter:
     def match_length(self, request_id):
         return 0
 
-    def propose_tree(self, request_id, token_ids, shape):
+    def propose_tree(self, request_id, token_ids, shape, first=()):
         chain = self.propose(request_id, token_ids, shape.depth)
         return NgramDrafts(chain, tuple(range(len(chain))))
 
@@ -184,7 +184,7 @@ def poison(llm):
 class PoisonDrafter(InvalidDrafter):
     """Drafts the poison behind every third token."""
 
-    def propose(self, request_id, token_ids, most):
+    def propose(self, request_id, token_ids, most, first=()):
         return (POISON,) * min(most, 2) if len(token_ids) % 3 == 0 else ()
 
 

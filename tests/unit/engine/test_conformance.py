@@ -25,7 +25,7 @@ from serve_spec.layers.formats.scaled import ResidentWeight
 from tests.helpers import packed
 from tests.helpers import quantized as quantized_checkpoints
 from tests.helpers.checkpoints import EOS_ID, VOCAB
-from tests.helpers.engines import recorded_plans, recorded_steps
+from tests.helpers.engines import recorded_plans, recorded_rounds, recorded_steps
 from tests.helpers.gguf import write_gguf
 from tests.helpers.grammars import PARENTHESES, check_text
 from tests.helpers.table import (
@@ -39,6 +39,7 @@ from tests.helpers.table import (
     compare,
     llm_maker,
     make_checkpoints,
+    make_shallow,
     maker_of,
     run,
 )
@@ -129,6 +130,7 @@ FEATURES = {
         {"grammar": Grammar.json_schema(FORM), "logprobs": 1, "frequency_penalty": 0.4},
         {"grammar": Grammar.regex("(a|b)second(c|d) third[xyz]{9}"), "stop": "con", **HOT},
         {"grammar": Grammar.regex("(é|e)second(c|d) third{5}[xyz]{9}"), "stop_token_ids": [114]},
+        {"grammar": Grammar.regex("([ -~]ab[ -~]c)*"), "temperature": 0.4},
         {"grammar": Grammar.json_schema(FORM), "speculative": SpeculativeOptions(max_steps=1)},
         {"grammar": Grammar.json_schema(FORM), "speculative": SpeculativeOptions(enabled=False)},
     ],
@@ -390,6 +392,61 @@ def cells(events, *, is_full=True):
 def test_answers_are_those_of_plain_decoding_alone(make, alone, row, event):
     answers = EVENTS[event](make, row)
     check(answers, alone, row, event)
+
+
+AROUND = [
+    *(
+        Row(name, is_tree)
+        for name in ("EAGLE3", "STANDALONE", "NGRAM")
+        for is_tree in (False, True)
+    ),
+    Row("EAGLE3", ngram_first=True),
+]
+
+
+@pytest.mark.parametrize("row", AROUND, ids=lambda row: row.name)
+def test_drafts_stand_behind_grammar_drafts_and_grammar_drafts_behind_a_models(make, alone, row):
+    llm = make(row)
+    records = recorded_steps(llm)
+    rounds = recorded_rounds(llm)
+    answers = run(llm, requests(("plain", "forced")))
+    compare(answers, as_texts({key: alone[key] for key in answers}, digits=6), tolerance=5e-5)
+    behind = [req for req, _ in rounds if req.num_grammar_drafts and req.guessed_steps > 0]
+    assert behind, "no drafts stand behind grammar drafts"
+    assert all(req.num_grammar_drafts <= req.num_steps for req, _ in rounds)
+    runs = [len(record.grammar_drafts) for record in records]
+    firsts = [sum(map(bool, record.first_per_req)) for record in records]
+    by_model = row.algorithm != "NGRAM" and not row.is_tree
+    assert any(n > m for n, m in zip(runs, firsts, strict=True)) or not by_model
+
+
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_a_draft_that_is_the_target_is_right_behind_grammar_drafts(tmp_path, is_tree):
+    """What it drafts without a grammar is drawn, if the grammar allows it."""
+    target = make_checkpoints(tmp_path / "pair").target
+    same = make_shallow(tmp_path / "same", target, num_layers=4)
+    llm = llm_maker(tmp_path, drafts={"STANDALONE": same})(Row("STANDALONE", is_tree))
+    records = recorded_steps(llm)
+    grammar = Grammar.regex("([ -~]{2}a)*")
+    params = [{**BASE, "seed": seed, "grammar": grammar} for seed in range(12)]
+    run(
+        llm,
+        [
+            Request(str(n), prompt(2 * n + 1), SamplingParams(**keys))
+            for n, keys in enumerate(params)
+        ],
+    )
+    drafts = [
+        (steps, correct)
+        for r in records
+        if r.first_per_req
+        for first, steps, correct in zip(
+            r.first_per_req, r.steps_per_req, r.correct_per_req, strict=True
+        )
+        if first and steps
+    ]
+    assert sum(correct for _, correct in drafts) > 5
+    assert is_tree or all(steps == correct for steps, correct in drafts)
 
 
 # Mixtures of experts, and caches in FP8.

@@ -199,7 +199,9 @@ def test_without_drafts_one_verification_more_is_captured_for_grammar_drafts(llm
 
     def forced(depth, num_requests):
         usual = plan(DraftShape.chain(depth), num_requests)
-        reqs = [r._replace(draft_ids=(5,) * depth, from_grammar=True) for r in usual.requests]
+        reqs = [
+            r._replace(draft_ids=(5,) * depth, num_grammar_drafts=depth) for r in usual.requests
+        ]
         return replace(usual, requests=tuple(reqs), shape=PLAIN)
 
     found, limits = captured(llm, chains(0)), llm.engine.worker.grammar_limits
