@@ -71,13 +71,18 @@ def main(argv: list[str] | None = None) -> int:
 
 def compared(llm: LLM, batch_size: int, turns: int) -> dict[str, Any]:
     """Return tokens per second of both variants, and what the drafts did."""
+    known: dict[str, dict[str, Any]] = {}
     speeds: dict[str, list[float]] = {"off": [], "on": []}
     texts: dict[str, list[str]] = {}
     answers: list[RequestOutput] = []
     for turn in range(turns + 1):
         for variant in ("on", "off") if turn % 2 else ("off", "on"):
+            controller = llm.engine.controller
+            if known.get(variant):  # each variant plans by its own rounds
+                controller.restore(known[variant])
             with grammar_drafts(llm, is_on=variant == "on"):
                 speed, answers_now = timed(llm, batch_size)
+            known[variant] = controller.state()
             if turn:  # the first one compiles the grammar
                 speeds[variant].append(speed)
             texts[variant] = [answer.text for answer in answers_now]

@@ -171,7 +171,7 @@ class GoodputPolicy(StepPolicy):
         ms = record.step_ms
         if work.prompts:
             ms = self.costs.ms(work) + self.costs.prompts.entry_ms * work.entries
-        tokens = sum(record.accept_lengths)  # grammar drafts are accepted whatever the plan
+        tokens = record.num_drafted_tokens  # others are accepted whatever the plan
         return ms - tokens * plan.ms / (self._load.work.size + plan.expected)
 
     def _plan(self, batch: DecodeBatch, at: int) -> None:

@@ -48,7 +48,7 @@ class RoundTimes:
                 continue  # a trial: fewer drafts are made than in a batch that drafts
             if self._costs.is_usual(work):
                 key = work._replace(context=0.0, entries=0), record.is_plain
-                tokens = sum(record.accept_lengths) / record.batch_size
+                tokens = record.num_drafted_tokens / record.batch_size
                 alike[key].append((record.step_ms, work.context, tokens))
             else:
                 self._costs.learn_prompts(work, record.step_ms)

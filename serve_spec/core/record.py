@@ -85,6 +85,8 @@ class StepRecord:
     """Grammar drafts verified."""
     num_grammar_tokens: int = 0
     """Grammar drafts accepted and emitted."""
+    num_following_tokens: int = 0
+    """Those of them behind other drafts."""
     num_tokens: int = 0
     """Context tokens of all decoding requests, before the step."""
     num_stale_seqs: int = 0
@@ -149,6 +151,11 @@ class StepRecord:
     def num_correct_drafts(self) -> int:
         """Accepted and emitted drafts, without grammar drafts."""
         return sum(self.accept_lengths) - len(self.accept_lengths)
+
+    @property
+    def num_drafted_tokens(self) -> int:
+        """Tokens that came by other drafts than grammar drafts at first, and bonus tokens."""
+        return sum(self.accept_lengths) + self.num_following_tokens
 
     @property
     def num_planned_seqs(self) -> int:

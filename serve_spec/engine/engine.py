@@ -426,6 +426,7 @@ def _grammar_columns(
     runs = [run for each in decoded for run in each.grammar_drafts if run.was_reached]
     return {
         "first_per_req": tuple([each.grammar_drafts[0].verified for each in live]),
+        "num_following_tokens": sum([each.grammar_drafts[1].emitted for each in decoded]),
         "grammar_drafts": tuple([(run.verified, run.accepted) for run in runs]),
         "num_grammar_drafts": sum([each.num_grammar_drafts for each in decoded]),
         "num_grammar_tokens": sum([each.num_grammar_tokens for each in decoded]),
