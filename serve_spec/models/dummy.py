@@ -25,7 +25,10 @@ def dummy_checkpoint(directory: Path, destinations: Mapping[str, Destination]) -
 
 
 class _RandomFile(BuiltFile):
-    """Matrices that keep the variance of their input, gains of 1 and biases of 0."""
+    """Matrices that keep the variance of their input, gains of 1 and biases of 0.
+
+    Matrices of codes have any, with random scales.
+    """
 
     def __init__(self, path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         self.path = path
@@ -37,13 +40,18 @@ class _RandomFile(BuiltFile):
         return tensor
 
     def copy_into(self, name: str, destination: Tensor) -> None:
+        is_float = destination.dtype.is_floating_point
+        if destination.dim() == 1 and not is_float:
+            why = f"tensor {name} is of {destination.dtype}"
+            raise CheckpointError(f"load_format='dummy': {why}; use floats, fp8 or awq")
         if destination.dim() == 1 or name.endswith(("_scale", "_scale_inv")):
             destination.fill_(0.0 if name.endswith("bias") else 1.0)
             return
-        if not destination.dtype.is_floating_point:
-            why = f"tensor {name} is of {destination.dtype}"
-            raise CheckpointError(f"load_format='dummy': {why}; use a checkpoint of floats or fp8")
         generator = torch.Generator(destination.device).manual_seed(zlib.crc32(name.encode()))
+        if not is_float:  # codes of any bits
+            limits = torch.iinfo(destination.dtype)
+            destination.random_(limits.min, limits.max, generator=generator)
+            return
         drawn = destination
         if destination.dtype not in FLOATS:  # of eight bits
             drawn = torch.empty(destination.shape, dtype=torch.float32, device=destination.device)

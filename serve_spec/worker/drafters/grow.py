@@ -93,8 +93,8 @@ def draft_trees(requests: DraftingRequests, shape: DraftShape, next_logits: Tree
     assert buffers.parents is not None, "buffers without parents hold chains"
     num_requests = len(request_slots)
     given = buffers.given[:num_requests]
-    is_first = torch.zeros(shape.topk, shape.topk, dtype=torch.bool, device=given.device)
-    is_first[0, 0] = True  # the trunk is the first child of the first token of each beam
+    # The trunk is the first child of the first token of each beam.
+    is_first = (torch.arange(shape.topk**2, device=given.device) == 0).view(shape.topk, shape.topk)
     beam = root_beam(num_requests, request_slots.device)
     levels = []
     for step in range(shape.depth):
