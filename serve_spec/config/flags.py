@@ -109,6 +109,8 @@ UNSUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "distributed_executor_backend": ((None, "mp"), "leave it out; serve-spec serve uses Ray"),
     "cpu_offload_gb": (_NONE, "use a smaller or quantized model, or more tensor_parallel_size"),
     "kv_transfer_config": (_NONE, "leave it out; prompts and texts share an engine"),
+    "calculate_kv_scales": (_NONE, "leave it out; export a checkpoint with k_scale and v_scale"),
+    "quantization_param_path": (_NONE, "export a checkpoint with k_scale and v_scale"),
     "kv_cache_memory_bytes": (_NONE, "use gpu_memory_utilization, or num_pages"),
     "num_gpu_blocks_override": (_NONE, "use num_pages"),
     "compilation_config": (_NONE, "use enable_torch_compile, enforce_eager or cuda_graph_max_bs"),

@@ -1,5 +1,7 @@
 """FP8 KV caches: who asks for one, which scales a checkpoint has, and what is computed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from serve_spec.models.drafts.loader import load_draft
 from serve_spec.models.kv_cache import cache_dtype, store_in
 from serve_spec.models.loader import check_target, load_target
 from serve_spec.ops import paged_attention
+from serve_spec.parallel.group import SINGLE
 from tests.helpers.checkpoints import (
     in_sixteen_bits,
     make_eagle,
@@ -19,6 +22,7 @@ from tests.helpers.checkpoints import (
 )
 from tests.helpers.paged import PagedSequences
 from tests.helpers.quantized import repack
+from tests.helpers.ranks import on_ranks
 
 E4M3 = torch.float8_e4m3fn
 IDS = torch.arange(3, 43)
@@ -186,3 +190,19 @@ def test_a_quantized_file_brings_its_scales(tmp_path):
     for model in models:
         store_in(E4M3, model)
     torch.testing.assert_close(*map(logits, models), rtol=0, atol=1e-3)
+
+
+def test_every_rank_has_its_heads_and_the_scales_of_all(tmp_path):
+    made = make_target(tmp_path / "made", "mistral", layers=2, num_key_value_heads=4)
+    folder = with_tensors(made, {"k_scale": 0.02, "v_scale": 0.003})
+
+    def run(parallel=SINGLE):
+        model = load_target(folder, torch.float32, parallel=parallel)
+        store_in(E4M3, model)
+        return logits(model).log_softmax(-1), model.spec.caches[1]
+
+    expected, cache = run()
+    for found, of_rank in on_ranks(2, run):
+        assert of_rank == replace(cache, num_heads=2)
+        # A sum that is rounded otherwise may move a key to the next number of FP8.
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.1)
