@@ -222,6 +222,8 @@ def _biases(family: DecoderFamily) -> str:
 
 
 def _norms(family: DecoderFamily) -> str:
+    if family.norms_jointly:
+        return "over all heads"
     if family.norms_heads({}):
         return "yes"
     return "with `use_qk_norm`" if family.norms_heads({"use_qk_norm": True}) else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from serve_spec.layers.module import Layer, parameter
+from serve_spec.layers.module import Destination, Layer, Span, parameter
 from serve_spec.ops.elementwise import rms_norm
 from serve_spec.ops.linear import sum_partials
 from serve_spec.parallel.group import SINGLE, TensorParallel
@@ -68,3 +68,46 @@ class RMSNorm(Layer):
         width = self.weight.numel()
         floor = torch.tensor((width * self.eps) ** 0.5, dtype=torch.float32)
         self._scaled = (self.weight.float() * width**0.5, floor)
+
+
+class JointNorm(Layer):
+    """Normalises the queries of all heads together, and the keys of all heads together.
+
+    Otherwise as `RMSNorm` (MiniMax-M2). Of `num_heads` query heads and `num_kv_heads` key heads:
+    those of one of the ranks `parallel`, which share all.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        parallel: TensorParallel = SINGLE,
+    ) -> None:
+        super().__init__()
+        self._counts = num_heads, num_kv_heads
+        self._eps, self._parallel = eps, parallel
+        self.gain = parameter(num_heads + num_kv_heads, head_dim)
+        self._kind_of_head = torch.tensor([0] * num_heads + [1] * num_kv_heads)
+        counts = torch.tensor(self._counts, dtype=torch.float32)
+        self._num_numbers = parallel.size * head_dim * counts
+
+    def forward(self, heads: Tensor) -> None:
+        """Normalise queries and keys [T, num_heads + num_kv_heads, d] in place."""
+        parts = (part.flatten(1) for part in heads.split(self._counts, dim=1))
+        norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts]
+        squares = self._parallel.all_reduce(torch.stack(norms, dim=1).square_())
+        scale = torch.rsqrt(squares / self._num_numbers + self._eps)
+        normed = (heads * scale[:, self._kind_of_head, None]).to(heads.dtype)
+        torch.mul(normed, self.gain, out=heads)
+
+    __call__ = forward
+
+    def tensors(self) -> dict[str, Destination]:
+        """Return the gains of queries and of keys, `q_norm.weight` and `k_norm.weight`."""
+        gains = zip(("q_norm", "k_norm"), self.gain.split(self._counts), strict=True)
+        return {f"{name}.weight": self._shard(gain.view(-1)) for name, gain in gains}
+
+    def _shard(self, gain: Tensor) -> Destination:
+        return Span.shard_of(len(gain), self._parallel).of(gain, 0)

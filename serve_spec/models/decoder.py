@@ -13,7 +13,7 @@ from serve_spec.layers.formats.base import Formats
 from serve_spec.layers.formats.choices import PLAIN
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Destination, Layer, Span, named_parts, parameter
-from serve_spec.layers.norm import RMSNorm
+from serve_spec.layers.norm import JointNorm, RMSNorm
 from serve_spec.layers.vocabulary import vocab_embedding, vocab_head
 from serve_spec.models.interfaces import FeatureCapture, Target, TargetOutput, TargetSpec
 from serve_spec.models.shape import DecoderShape
@@ -52,6 +52,10 @@ class Attention(Layer):
         # that queries and keys are normalised and rotated together.
         self.qk_gain = parameter(2, shape.head_dim) if shape.qk_norm else None
         self._gain_of_head = torch.tensor([0] * shape.num_heads + [1] * shape.num_kv_heads)
+        self.joint_norm: JointNorm | None = None
+        if shape.joint_qk_norm:
+            sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim
+            self.joint_norm = JointNorm(*sizes, shape.rms_norm_eps, parallel)
         self.sinks = parameter(shape.num_heads) if shape.has_sinks else None
         self._parallel = parallel
 
@@ -61,7 +65,8 @@ class Attention(Layer):
         Or their partial sums (see `ops.linear.sum_partials`), which the rotation adds up.
         """
         shape = self.shape
-        projected = self.qkv(x) if shape.qk_norm else self.qkv.partials(x)
+        is_normed = shape.qk_norm or shape.joint_qk_norm
+        projected = self.qkv(x) if is_normed else self.qkv.partials(x)
         num_all = shape.num_heads + 2 * shape.num_kv_heads
         return projected.view(*projected.shape[:-1], num_all, shape.head_dim)
 
@@ -69,8 +74,10 @@ class Attention(Layer):
         """Head norms, rotation, attention; `heads` is used up. Returns [R, heads·d], of the rows
         that are asked for."""
         shape = self.shape
+        rotated = heads[:, : shape.num_heads + shape.num_kv_heads]
+        if self.joint_norm is not None:
+            self.joint_norm(rotated)
         if self.qk_gain is not None:
-            rotated = heads[:, : shape.num_heads + shape.num_kv_heads]
             normed = F.rms_norm(rotated, (shape.head_dim,), None, shape.rms_norm_eps)
             gain = self.qk_gain.index_select(0, self._gain_of_head)
             torch.mul(normed, gain, out=rotated)
@@ -78,10 +85,12 @@ class Attention(Layer):
 
     def tensors(self) -> dict[str, Destination]:
         """Return the projections and, if any, gains of query and key heads, and sinks."""
-        tensors = {**self.qkv.tensors(), **self.output.tensors()}
+        tensors: dict[str, Destination] = {**self.qkv.tensors(), **self.output.tensors()}
         if self.qk_gain is not None:
             tensors["q_norm.weight"] = self.qk_gain[0]
             tensors["k_norm.weight"] = self.qk_gain[1]
+        if self.joint_norm is not None:
+            tensors |= self.joint_norm.tensors()
         if self.sinks is not None:
             tensors["sinks"] = Span.shard_of(len(self.sinks), self._parallel).of(self.sinks, 0)
         return tensors

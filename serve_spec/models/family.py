@@ -41,12 +41,13 @@ class Biases(NamedTuple):
 class DecoderFamily:
     """A `TargetFamily` of pre-norm decoders with paged attention and gated feed-forward layers.
 
-    `has_qk_norm`: queries and keys are normalised. `beside`: prefixes of tensors in its checkpoints
-    that the target leaves out.
+    `has_qk_norm`: queries and keys are normalised head by head; `norms_jointly`: over all heads.
+    `beside`: prefixes of tensors in its checkpoints that the target leaves out.
     """
 
     defaults: ClassVar[Mapping[str, Config]] = {}
     has_qk_norm = False
+    norms_jointly = False
     beside: tuple[str, ...] = ()
 
     def biases(self, config: Config) -> Biases:
@@ -54,7 +55,7 @@ class DecoderFamily:
         return Biases()
 
     def norms_heads(self, config: Config) -> bool:
-        """Return whether queries and keys are normalised."""
+        """Return whether queries and keys are normalised head by head."""
         return self.has_qk_norm
 
     def windows(self, config: Config, num_layers: int) -> tuple[int | None, ...]:
@@ -77,6 +78,7 @@ class DecoderFamily:
             num_layers=num_layers,
             vocab_size=positive_integer(config, "vocab_size"),
             qk_norm=self.norms_heads(config),
+            joint_qk_norm=self.norms_jointly,
             windows=self.windows(config, num_layers),
             num_ids=positive_integer(config, NUM_IDS_KEY) if has_padding else None,
         )

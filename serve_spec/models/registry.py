@@ -45,6 +45,7 @@ register_target(
 register_target("serve_spec.models.mimo:FAMILY", ["MiMoForCausalLM"])
 register_target("serve_spec.models.qwen3:FAMILY", ["Qwen3ForCausalLM"], ["qwen3", "qwen3_vl_text"])
 register_target("serve_spec.models.mixtral:FAMILY", ["MixtralForCausalLM"])
+register_target("serve_spec.models.minimax_m2:FAMILY", ["MiniMaxM2ForCausalLM"])
 register_target("serve_spec.models.qwen2_moe:FAMILY", ["Qwen2MoeForCausalLM"])
 register_target("serve_spec.models.qwen3_moe:FAMILY", ["Qwen3MoeForCausalLM"])
 register_target("serve_spec.models.glm4_moe:FAMILY", ["Glm4MoeForCausalLM"])

@@ -27,6 +27,7 @@ class DecoderShape:
     longest text, as scaled by the rope. `num_ids`: ids from here on pad the vocabulary and are
     never sampled; None: all are real. `scale`, `softcap`, `has_sinks`: see `PagedCache`.
     `rotary_dim`: numbers of a head that are rotated (None: all); `is_interleaved`: see `Rotation`.
+    `qk_norm`: queries and keys are normalised head by head; `joint_qk_norm`: over all heads.
     """
 
     hidden_size: int
@@ -51,6 +52,7 @@ class DecoderShape:
     has_sinks: bool = False
     rotary_dim: int | None = None
     is_interleaved: bool = False
+    joint_qk_norm: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

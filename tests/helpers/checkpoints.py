@@ -124,9 +124,7 @@ def target_tensors(config, seed, layer_scale):
         if family == "gpt_oss":
             tensors[prefix + "self_attn.sinks"] = draw.matrix(1, config["num_attention_heads"])[0]
         if family in ("qwen3", "qwen3_moe") or config.get("use_qk_norm"):
-            head_dim = _head_dim(config)
-            tensors[prefix + "self_attn.q_norm.weight"] = draw.norm(head_dim)
-            tensors[prefix + "self_attn.k_norm.weight"] = draw.norm(head_dim)
+            tensors |= _qk_norm(draw, config, prefix)
     # A plain final norm: a mimic head, which has no norm of its own to copy it to, can then agree.
     tensors["model.norm.weight"] = draw.norm(hidden) if layer_scale == 1.0 else torch.ones(hidden)
     if not tied:
@@ -342,6 +340,16 @@ def _add_experts(tensors, draw, config, index, scale):
         for name in ("gate", "up", "down"):
             del tensors[f"{prefix}mlp.{name}_proj.weight"]
         tensors |= {prefix + name: tensor for name, tensor in experts.items()}
+
+
+def _qk_norm(draw, config, prefix):
+    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
+    if config["model_type"] != "minimax_m2":  # which normalises all heads together
+        heads = dict.fromkeys(heads, 1)
+    return {
+        f"{prefix}self_attn.{name}_norm.weight": draw.norm(_head_dim(config) * count)
+        for name, count in heads.items()
+    }
 
 
 def _qkv_bias(draw, config, prefix):

@@ -8,6 +8,7 @@ ARCHITECTURES = {
     "qwen2_moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
     "qwen3_moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "glm4_moe": ("Glm4MoeForCausalLM", "glm4_moe"),
+    "minimax_m2": ("MiniMaxM2ForCausalLM", "minimax_m2"),
     "gpt_oss": ("GptOssForCausalLM", "gpt_oss"),
 }
 
@@ -49,6 +50,16 @@ def mixture_config(family, hidden):
             "num_nextn_predict_layers": 0,
             **chosen,
         },
+        "minimax_m2": {
+            "num_local_experts": NUM_EXPERTS,
+            "intermediate_size": width,
+            "head_dim": 32,
+            "rotary_dim": 16,
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "scoring_func": "sigmoid",
+            **chosen,
+        },
         "gpt_oss": {
             "num_local_experts": NUM_EXPERTS,
             "intermediate_size": width,
@@ -82,7 +93,7 @@ def mixture_mlp(draw, config, index, scale):
         return _stacked(draw, hidden, config["intermediate_size"], scale)
     width = config.get("moe_intermediate_size", config["intermediate_size"])
     mlp, names = "mlp.", ("gate_proj", "up_proj", "down_proj")
-    if family == "mixtral":
+    if family in ("mixtral", "minimax_m2"):
         mlp, names = "block_sparse_moe.", ("w1", "w3", "w2")
     tensors = {f"{mlp}gate.weight": draw.matrix(NUM_EXPERTS, hidden, 2.0)}
     for expert in range(NUM_EXPERTS):
@@ -95,6 +106,8 @@ def mixture_mlp(draw, config, index, scale):
         size = config["n_shared_experts"] * width
         tensors |= _gated(draw, "mlp.shared_experts.", names, hidden, size, scale)
         tensors["mlp.gate.e_score_correction_bias"] = 0.3 * draw.matrix(1, NUM_EXPERTS, 2.0)[0]
+    if family == "minimax_m2":
+        tensors[f"{mlp}e_score_correction_bias"] = 0.3 * draw.matrix(1, NUM_EXPERTS, 2.0)[0]
     return tensors
 
 

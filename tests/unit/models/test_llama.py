@@ -82,6 +82,7 @@ CASES = {
             "use_qk_norm": False,
         },
     ),
+    "minimax_m2": ("minimax_m2", {}),
     "gpt_oss": ("gpt_oss", {}),
 }
 
