@@ -49,10 +49,16 @@ def gguf_folder(folder, kind, monkeypatch):
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_gguf_target_gives_the_logits_of_its_floats(tmp_path, monkeypatch, kind, dtype):
     folder = gguf_folder(tmp_path, kind, monkeypatch)
-    found = logits(folder, dtype)
+    found, size = logits(folder, dtype), num_bytes(folder, dtype)
     monkeypatch.setattr(grouped_int4, "stays_packed", lambda *_: False)
     expected = logits(folder, dtype)
-    assert 0 < (found - expected).norm() < 0.02 * expected.norm()
+    assert (found - expected).norm() < 0.02 * expected.norm()
+    assert size < 0.7 * num_bytes(folder, dtype)
+
+
+def num_bytes(folder, dtype):
+    """The memory of a matrix."""
+    return load_target(folder, dtype, DEVICE).layers[0].mlp.down.format.num_bytes
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq ordered", *BLOCKS])

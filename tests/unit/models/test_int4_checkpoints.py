@@ -33,6 +33,14 @@ def logprobs(folder, parallel=SINGLE):
     return model.logits(model.forward(IDS, context).hidden).log_softmax(dim=-1)
 
 
+def test_random_weights_may_have_the_shape_of_a_packed_file(tmp_path):
+    folder, _ = packed.repack(make_target(tmp_path / "made", "qwen2"), tmp_path, "awq")
+    (folder / "model.safetensors").unlink()
+    codes = load_target(folder, torch.float32, load_format="dummy", finish=False)
+    words = codes.layers[0].mlp.down.format.codes
+    assert len(words.unique()) > 0.9 * words.numel()
+
+
 @pytest.mark.parametrize("name", packed.FORMATS)
 @pytest.mark.parametrize("family", ["llama3", "qwen2"])
 def test_a_packed_checkpoint_gives_the_log_probabilities_of_the_floats_it_stands_for(

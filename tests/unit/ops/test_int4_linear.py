@@ -68,7 +68,7 @@ def test_scales_and_zeros_may_be_integers_times_factors(num_rows):
         x = inputs(num_rows, 512, dtype)
         expected = x.float() @ exact.to(dtype).float().T
         found = int4_linear_triton.small_int4_linear(x, *stored, None, torch.float32, factors)
-        assert relative_error(found, expected) < 1e-5
+        assert relative_error(found, expected) < TOLERANCE[dtype]
         for law in (plain, int4_linear):
             found = law.int4_linear(x, *stored, None, torch.float32, factors)
             assert relative_error(found, expected) < TOLERANCE[dtype]
@@ -107,8 +107,10 @@ def test_the_kernels_follow_the_reference(num_rows, num_outputs, in_features, gr
         partials = int4_linear_triton.small_int4_partials(x, *stored)
         gated = int4_linear_triton.small_int4_gate_up(x, *even)
     assert torch.equal(sum_partials(partials, wide), wide)
-    # The kernel for Hopper rounds numbers with an offset once more.
-    assert relative_error(wide, x.float() @ rounded.float().T) < TOLERANCE[dtype] / 4
+    # The kernel for Hopper may round a number to its other neighbour, and rounds offsets.
+    limit = TOLERANCE[dtype] / (4 if zeros == torch.uint8 else 1)
+    limit = 1e-5 if DEVICE.type == "cpu" else limit
+    assert relative_error(wide, x.float() @ rounded.float().T) < limit
     assert relative_error(gated, plain.small_int4_gate_up(x, *even)) < 2 * TOLERANCE[dtype]
 
 
