@@ -56,6 +56,11 @@ All targets take all weight formats of targets below, and any number of GPUs tha
 heads, key-value heads and neurons; every GPU has a part of every expert. Targets with experts take
 floats alone, and on a GPU bfloat16 and compute capability 9.0. Every draft fits targets of its own
 hidden size and tokens.
+
+Decoders of transformers are for models without a family here: attention, its cache and products are
+ours, all else is transformers' and not fused, and their logits are checked against its own. They
+run on one rank, and have not run on a GPU yet. Experts, recurrent layers and chunked attention need
+a family.
 """
 _DRAFTS = """\
 ## Draft methods

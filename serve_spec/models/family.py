@@ -90,9 +90,7 @@ class DecoderFamily:
     def renames(self, stored: Iterable[str]) -> dict[str, str | None]:
         """Return each tensor's name in `Decoder.tensors`; None for one that is left out."""
         names = {name: None if name.startswith(self.beside) else name for name in stored}
-        if any(name.startswith(_MULTIMODAL) for name in names):
-            return {name: _text_name(name) for name in names}
-        return names
+        return text_names(stored) or names
 
     def check(self, config: Config, shapes: Shapes, directory: Path) -> None:
         """Raise CheckpointError if a config claims more than its tensors hold."""
@@ -174,8 +172,18 @@ def read_shape(folder: Path | str) -> DecoderShape:
     return family.shape(config)
 
 
+def text_names(stored: Iterable[str]) -> dict[str, str | None]:
+    """Return the names of the text model's tensors in a multimodal checkpoint, None for others.
+
+    Empty for another checkpoint.
+    """
+    names = list(stored)
+    if not any(name.startswith(_MULTIMODAL) for name in names):
+        return {}
+    return {name: _text_name(name) for name in names}
+
+
 def _text_name(stored: str) -> str | None:
-    """Return the name of a text model's tensor in a multimodal checkpoint; None for other parts."""
     name = stored.replace("model.language_model.", "model.").removeprefix("language_model.")
     return name if name.startswith(_TEXT_MODEL) else None
 

@@ -123,7 +123,8 @@ def open_target(path: Path | str, load_format: str = "auto") -> TargetFile:
     scales = take_scales(checkpoint)
     # A stored matrix wins over the flag: some exporters write both.
     has_head = any(name.startswith("lm_head.") for name in checkpoint.shapes)
-    is_tied = bool(config.get("tie_word_embeddings")) and not has_head
+    default = family.defaults.get(str(config.get("model_type")), {}).get("tie_word_embeddings")
+    is_tied = bool(config.get("tie_word_embeddings", default)) and not has_head
     return TargetFile(family, {**config, "tie_word_embeddings": is_tied}, checkpoint, scales)
 
 

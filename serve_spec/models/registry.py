@@ -50,6 +50,43 @@ register_target("serve_spec.models.qwen2_moe:FAMILY", ["Qwen2MoeForCausalLM"])
 register_target("serve_spec.models.qwen3_moe:FAMILY", ["Qwen3MoeForCausalLM"])
 register_target("serve_spec.models.glm4_moe:FAMILY", ["Glm4MoeForCausalLM"])
 register_target("serve_spec.models.gpt_oss:FAMILY", ["GptOssForCausalLM"])
+register_target(
+    "serve_spec.models.transformers_family:FAMILY",
+    [
+        "ApertusForCausalLM",
+        "ArceeForCausalLM",
+        "Cohere2ForCausalLM",
+        "CohereForCausalLM",
+        "CwmForCausalLM",
+        "Ernie4_5ForCausalLM",
+        "Exaone4ForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "Gemma4ForCausalLM",
+        "GemmaForCausalLM",
+        "Glm4ForCausalLM",
+        "GlmForCausalLM",
+        "GraniteForCausalLM",
+        "HeliumForCausalLM",
+        "HunYuanDenseV1ForCausalLM",
+        "HyperCLOVAXForCausalLM",
+        "Jais2ForCausalLM",
+        "Ministral3ForCausalLM",
+        "MinistralForCausalLM",
+        "NanoChatForCausalLM",
+        "NemotronForCausalLM",
+        "Olmo2ForCausalLM",
+        "Olmo3ForCausalLM",
+        "OlmoForCausalLM",
+        "PersimmonForCausalLM",
+        "Phi3ForCausalLM",
+        "SeedOssForCausalLM",
+        "SmolLM3ForCausalLM",
+        "Starcoder2ForCausalLM",
+        "VaultGemmaForCausalLM",
+    ],
+    ["gemma3_text", "gemma4_text", "ministral3"],
+)
 
 
 def find_family(config: Config) -> tuple[TargetFamily, Config]:
@@ -74,7 +111,8 @@ def class_defaults(model_type: str) -> Mapping[str, object] | None:
     """Return what a config class of transformers fills in; None if no family says so."""
     if model_type not in TEXT_MODELS:
         return None
-    return TEXT_MODELS.load(model_type).defaults.get(model_type)
+    found = TEXT_MODELS.load(model_type).defaults.get(model_type)
+    return found if found and "vocab_size" in found else None
 
 
 def known_defaults() -> list[str]:

@@ -84,7 +84,7 @@ CONFINED = {
         "serving/protocols/tools.py",
         "serving/protocols/validation.py",
     ],
-    "transformers": ["engine/tokenizer.py"],
+    "transformers": ["engine/tokenizer.py", "models/transformers_family.py"],
     "llguidance": ["structured/compiler.py"],
     "msgspec": ["engine/", "serving/protocols/fields.py", "serving/protocols/json_body.py"],
     "safetensors": ["models/weights.py"],

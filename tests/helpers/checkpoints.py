@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from serve_spec.engine.tokenizer import BYTE_CHARACTERS
-from tests.helpers import mixtures
+from tests.helpers import mixtures, transformers_models
 
 FAMILIES = ("llama2", "llama3", "mistral", "qwen2", "qwen3", *mixtures.ARCHITECTURES)
 BOS_ID, EOS_ID, PAD_ID = 256, 257, 258
@@ -42,15 +42,20 @@ _CHAT_TEMPLATE = (
 def make_target(
     directory, family="llama3", hidden=64, layers=6, vocab=VOCAB, seed=0, layer_scale=1.0, **config
 ):
-    """Writes a random float32 target of one of `FAMILIES` and its tokenizer; returns the directory.
+    """Writes a random float32 target of one of `FAMILIES`, or of one that transformers computes,
+    and its tokenizer; returns the directory.
 
     `layer_scale` multiplies what every layer adds to the residual stream. Further keywords replace
     or add keys of `config.json` before the weights are drawn (`num_key_value_heads=4`,
     `sliding_window=8`, `tie_word_embeddings=False`, ...).
     """
-    settings = {**target_config(family, hidden, layers, vocab), **config}
     directory = Path(directory)
-    write_checkpoint(directory, settings, target_tensors(settings, seed, layer_scale))
+    if family in transformers_models.CASES:
+        sizes = hidden, layers, vocab, seed, layer_scale
+        transformers_models.make_model(family, *sizes, **config).save_pretrained(directory)
+    else:
+        settings = {**target_config(family, hidden, layers, vocab), **config}
+        write_checkpoint(directory, settings, target_tensors(settings, seed, layer_scale))
     if vocab > PAD_ID:
         make_tokenizer(directory)
     return directory

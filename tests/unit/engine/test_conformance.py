@@ -449,8 +449,10 @@ def test_a_draft_that_is_the_target_is_right_behind_grammar_drafts(tmp_path, is_
     assert is_tree or all(steps == correct for steps, correct in drafts)
 
 
-# Mixtures of experts, and caches in FP8.
+# Mixtures of experts, decoders of transformers, and caches in FP8.
 OTHERS = [
+    ("olmo2", {}, Row("EAGLE3"), "chunks"),
+    ("phi3", {}, Row("NGRAM"), "late"),
     ("qwen3_moe", {}, Row("NGRAM"), "none"),
     ("qwen3_moe", {}, Row("EAGLE3"), "late"),
     ("gpt_oss", {}, Row("EAGLE3"), "chunks"),
