@@ -7,6 +7,7 @@ fraction of the time. `SpeedGuard` turns speculation off where it was measured t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -82,7 +83,8 @@ class GoodputPolicy(StepPolicy):
         self._weigher = Candidates(self.allowed, self._planner, self.drafts, per_sequence)
         self._explored = False
         self._trial: frozenset[str] | None = None
-        self._ngram_steps = self._rounds_without_ngrams = self._grammar_steps = 0
+        self._ngram_steps = self._rounds_without_ngrams = 0
+        self._grammar_steps = self._grammar_room = 0
         self._rounds_left = self._rounds_at_shape = 0
         self._to_learn: list[StepRecord] = []
         self._prompts = PromptLoad()
@@ -126,7 +128,8 @@ class GoodputPolicy(StepPolicy):
         if batch.ngram_steps:
             answer = replace(answer, ngram_steps=self._ngram_steps_of(batch))
         if batch.grammar_steps:
-            answer = replace(answer, grammar_steps=self._grammar_steps)
+            answer = replace(answer, grammar_steps=max(1, self._grammar_steps))  # one, to learn
+        answer = replace(answer, grammar_room=self._grammar_room)
         if batch.max_prompt_tokens:
             drafts = answer.shape.size * batch.size if answer.budget is None else answer.budget
             ms = answer.notes.predicted_ms or 0.0
@@ -189,11 +192,13 @@ class GoodputPolicy(StepPolicy):
         self._rounds_left = PLAN_ROUNDS * (2 if stays and not moved and not self._explored else 1)
         if not stays:
             self._shape, self._rounds_at_shape = chosen.shape, 0
-        rates = self.drafts.ngrams.rates
+        by_ngram, by_grammar = self.drafts.ngrams.rates, self.drafts.grammars.rates
         self._ngram_steps = (
-            self._planner.ngram_steps(load, chosen, rates) if batch.ngram_steps else 0
+            self._planner.ngram_steps(load, chosen, by_ngram) if batch.ngram_steps else 0
         )
-        self._grammar_steps = self._planner.grammar_steps(load, self.drafts.grammars.rates)
+        before = math.prod(self.drafts.chains.rates[: chosen.shape.depth])
+        self._grammar_steps = self._planner.grammar_steps(load, by_grammar)
+        self._grammar_room = self._planner.grammar_steps(load, by_grammar, before)
         trial = None
         if not guard.rounds_left:
             is_first = guard.plain is None

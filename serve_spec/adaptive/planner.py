@@ -120,16 +120,16 @@ class Planner:
         best = int(speeds.argmax())
         return best if speeds[best] >= chosen.tokens_per_ms else 0
 
-    def grammar_steps(self, load: Load, rates: Sequence[float]) -> int:
-        """Return how many grammar drafts a request verifies at most; one, to learn, at least.
+    def grammar_steps(self, load: Load, rates: Sequence[float], survival: float = 1.0) -> int:
+        """Return how many grammar drafts a request verifies at most.
 
         Those that survive more often than the time of their verification makes tokens otherwise.
-        rates: probability by position that they are accepted.
+        rates: probability by position that they are accepted. survival: of the drafts before them.
         """
         size, num = load.work.size, len(rates)
         none, every = self.costs.chains_ms(load.work, np.array([0.0, size * num]))[0]
         price = _TABLE_SHARE * (every - none) / (num * none)
-        return max(1, int((np.cumprod(rates) >= price).sum()))
+        return int((survival * np.cumprod(rates) >= price).sum())
 
     def marginal_ms(
         self, work: Work, rates: Sequence[float], bound: Callable[[int], int]

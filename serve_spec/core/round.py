@@ -146,6 +146,8 @@ class RoundSteps:
     """Most drafts of the whole step that the target verifies, beside grammar drafts: those
     likeliest to be accepted. None: all that were drafted."""
     grammar_steps: int | None = None
+    grammar_room: int | None = None
+    """Most grammar drafts behind a model's; None: as many as `grammar_steps`."""
     calibration: Calibration = field(default=AS_DRAWN, compare=False)
     """Turns a draft's log probability into its probability of acceptance."""
     prompt_tokens: int | None = None

@@ -244,7 +244,8 @@ class DraftSource:
         drafts = fair_drafts(steps, batch)
         limits = self.grammar_limits
         most = limits.steps_with_prompts if batch.prompts else limits.steps
-        wanted = most if steps.grammar_steps is None else steps.grammar_steps
+        caps = (most, steps.grammar_steps, steps.grammar_room)
+        wanted = min(cap for cap in caps if cap is not None)
         if not (is_known and most and self.model):
             return drafts
         longer = [

@@ -283,9 +283,11 @@ def test_grammar_drafts_are_learned_apart_and_verified_as_far_as_they_are_accept
     assert with_them["text_acceptance"] is without["grammar_acceptance"] is None
     rates = [each["accept_rate"] for each in with_them["grammar_acceptance"]][:5]
     assert min(rates) > 0.95 if kept else rates[0] < 0.05
-    chosen = policies[0].choose(replace(decode_batch(16), grammar_steps=[5] * 16)).grammar_steps
-    assert chosen is not None
-    assert chosen >= 5 if kept else chosen == 1
+    chosen = policies[0].choose(replace(decode_batch(16), grammar_steps=[5] * 16))
+    assert None not in (chosen.grammar_steps, chosen.grammar_room)
+    assert chosen.grammar_steps >= 5 if kept else chosen.grammar_steps == 1
+    # Those behind a model's drafts survive with these alone.
+    assert chosen.grammar_room < chosen.grammar_steps
     assert policies[0].choose(decode_batch(16)).grammar_steps is None
 
 
