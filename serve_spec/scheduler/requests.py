@@ -159,6 +159,7 @@ class RequestDrafts(NamedTuple):
 
 _LONG_MATCH = 1_000_000
 """Grammar drafts seem as likely as n-gram drafts after a match of so many tokens: certain."""
+_NONE_GIVEN = NgramDrafts(())
 
 
 @dataclass(frozen=True)
@@ -259,9 +260,11 @@ class DraftSource:
 
     def given(self, seq: Sequence, drafts: RequestDrafts) -> NgramDrafts:
         """Return the drafts of a request that no model makes; a tree has a trunk of the first."""
-        first = self.grammars(seq)[: drafts.num_grammar]
+        first = self.grammars(seq)[: drafts.num_grammar] if drafts.num_grammar else ()
         if self.ngrams is not None and self.is_ngram(drafts):
             return self.ngrams.drafts(seq, drafts, first)
+        if not first:
+            return _NONE_GIVEN
         parents = () if drafts.shape.is_chain else tuple(range(len(first)))
         return NgramDrafts(first, parents, _LONG_MATCH)
 
@@ -463,6 +466,8 @@ def given_request(
 
     A draft model that makes none sees one without drafts.
     """
+    if not (found.token_ids or drafts.room):
+        return decode_request(seq, drafts, num_missing, limit)
     shape = drafts.shape
     drafted = drafts if shape.depth - drafts.room > len(found.token_ids) else RequestDrafts(PLAIN)
     return decode_request(seq, drafted, num_missing, limit)._replace(

@@ -56,7 +56,16 @@ class GrammarDrafts(NamedTuple):
         return GrammarDrafts(end - start, kept, shown, start < end and accepted >= start)
 
 
-NO_GRAMMAR_DRAFTS = GrammarDrafts(), GrammarDrafts()
+NO_GRAMMAR_DRAFTS: tuple[GrammarDrafts, ...] = (GrammarDrafts(),) * 2
+
+
+def _runs(
+    before: tuple[int, int], behind: tuple[int, int], accepted: int, emitted: int
+) -> tuple[GrammarDrafts, ...]:
+    """Return both runs of grammar drafts of a request, by their places; see `GrammarDrafts.at`."""
+    if before[0] == before[1] and behind[0] == behind[1]:
+        return NO_GRAMMAR_DRAFTS
+    return tuple([GrammarDrafts.at(*run, accepted, emitted) for run in (before, behind)])
 
 
 class CommittedRequest(NamedTuple):
@@ -86,12 +95,14 @@ class CommittedRequest(NamedTuple):
     @property
     def num_grammar_drafts(self) -> int:
         """Grammar drafts that were verified."""
-        return sum([drafts.verified for drafts in self.grammar_drafts])
+        before, behind = self.grammar_drafts
+        return before.verified + behind.verified
 
     @property
     def num_grammar_tokens(self) -> int:
         """Grammar drafts among the tokens it gained."""
-        return sum([drafts.emitted for drafts in self.grammar_drafts])
+        before, behind = self.grammar_drafts
+        return before.emitted + behind.emitted
 
     @property
     def reached_steps(self) -> int:
@@ -311,7 +322,7 @@ class Scheduler:
         kept, (number, num_drafts, end) = tokens[:num_tokens], drafts
         start, end = min(req.num_grammar_drafts, num_drafts), min(end, num_drafts)
         accepted, emitted = len(tokens) - 1, len(kept) - 1
-        runs = [GrammarDrafts.at(*x, accepted, emitted) for x in ((0, start), (end, num_drafts))]
+        runs = _runs((0, start), (end, num_drafts), accepted, emitted)
         num_drafts, num_correct = end - start, min(max(0, accepted - start), end - start)
         num_steps = min(req.shape.depth, end) - start
         num_entries = seq.num_draft_computed
@@ -331,7 +342,7 @@ class Scheduler:
             self.cache.publish(seq)
         for run in [run for run in runs if run.was_reached]:
             seq.learn_grammar_drafts(run.verified, run.accepted)
-        of_all = number, num_drafts, num_steps, num_correct, tuple(runs)
+        of_all = number, num_drafts, num_steps, num_correct, runs
         return CommittedRequest(seq, req, kept, *of_all)
 
     def _return_pages(self, plan: ScheduledBatch, sequences: list[Sequence]) -> None:
