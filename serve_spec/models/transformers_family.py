@@ -306,6 +306,10 @@ def _made(config: Config) -> Any:
         raise _refused(config, error) from error
     if any(tensor.dim() > 2 for tensor in model.parameters()):
         raise wrong("experts or convolutions without a family of their own are not supported")
+    names = config.get("architectures")
+    if names and type(model).__name__ not in names:
+        is_another = f"architectures={names!r}, but model_type is that of {type(model).__name__}"
+        raise wrong(f"{is_another}; correct one")
     model.eval().requires_grad_(False)
     return model
 

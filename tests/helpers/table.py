@@ -44,7 +44,8 @@ def make_checkpoints(root, family="qwen3", *, sixteen_bits=False):
     """
     target = make_target(root / "target", family=family, layers=4, layer_scale=0.25)
     config, tensors = read_checkpoint(target)
-    tensors["lm_head.weight"] *= 2  # so that sampled texts repeat themselves, too
+    if "lm_head.weight" in tensors:
+        tensors["lm_head.weight"] *= 2  # so that sampled texts repeat themselves, too
     write_checkpoint(target, config, tensors)
     heads = {
         "EAGLE3": make_eagle3(root / "eagle3", target, mimic=True),

@@ -60,7 +60,10 @@ def make_model(family, hidden=64, layers=3, vocab=288, seed=0, layer_scale=1.0, 
         "bos_token_id": 256,
         "eos_token_id": 257,
     }
-    known = AutoConfig.for_model(family, **{**sizes, **CASES[family], **config})
+    keys = {**sizes, **CASES[family], **config}
+    if "layer_types" in keys:
+        keys["layer_types"] = (_LAYERS * layers)[:layers]
+    known = AutoConfig.for_model(family, **keys)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
         known, attn_implementation="eager", dtype=torch.float32

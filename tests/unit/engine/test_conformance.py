@@ -451,11 +451,15 @@ def test_a_draft_that_is_the_target_is_right_behind_grammar_drafts(tmp_path, is_
 
 # Mixtures of experts, decoders of transformers, and caches in FP8.
 OTHERS = [
+    ("gemma2", {}, Row("NGRAM"), "prefix"),
     ("olmo2", {}, Row("EAGLE3"), "chunks"),
     ("phi3", {}, Row("NGRAM"), "late"),
     ("qwen3_moe", {}, Row("NGRAM"), "none"),
     ("qwen3_moe", {}, Row("EAGLE3"), "late"),
     ("gpt_oss", {}, Row("EAGLE3"), "chunks"),
+    ("glm4_moe", {}, Row("STANDALONE"), "resumption"),
+    ("mixtral", {}, Row("NGRAM"), "preemption"),
+    ("minimax_m2", {}, Row("EAGLE3"), "prefix"),
     ("gpt_oss", FP8_CACHE, Row("STANDALONE"), "preemption"),
     ("qwen3", FP8_CACHE, PLAIN, "late"),
     ("qwen3", FP8_CACHE, Row("EAGLE3", is_tree=True), "chunks"),

@@ -247,7 +247,7 @@ def test_a_text_ends_inside_an_accepted_run(tokenizer, asked, ends, tokens, num_
     seq = sequence(**asked)
     seq.end_token_ids = frozenset(ends)
     count, why = seq.cut(tokens)
-    stats = SpeculationStats(num_correct_drafts=count - 1)
+    stats = SpeculationStats(num_correct_drafts=count - 1, newest=(count - 1, 0))
     delta = OutputText(tokenizer, seq).add(TokenDelta("1", tuple(tokens[:count]), "", why, stats))
     assert (delta.token_ids, delta.text, delta.finish_reason) == (
         tuple(tokens[:num_used]),

@@ -102,6 +102,7 @@ class TwoRanks(TensorParallel):
     [
         ({"architectures": ["DiffLlamaForCausalLM"]}, "DiffLlamaForCausalLM"),
         ({"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+        ({"model_type": "gemma"}, "model_type is that of GemmaForCausalLM"),
         ({"hidden_size": 60}, "expected"),
         ({"num_attention_heads": "four"}, "model_type='gemma2'"),
         ({"intermediate_size": 96}, r"mlp\.\w+_proj.weight is \[128, 64\], expected \[96, 64\]"),

@@ -327,7 +327,11 @@ def test_stop_tokens_of_both_files_are_joined(tmp_path):
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("llama3", {"architectures": ["GemmaForCausalLM"]}, ["architectures", "Gemma", "Qwen3"]),
+        (
+            "llama3",
+            {"architectures": ["DiffLlamaForCausalLM"]},
+            ["architectures", "DiffLlama", "Qwen3"],
+        ),
         ("llama3", {"architectures": None}, ["architectures", "LlamaForCausalLM"]),
         ("llama3", {"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         ("llama3", {"rope_scaling": {"type": "su", "factor": 4}}, ["su", "llama3"]),
@@ -365,8 +369,8 @@ def test_stop_tokens_of_both_files_are_joined(tmp_path):
         ),
         (
             "llama3",
-            {"text_config": {"model_type": "gemma3_text", "vocab_size": 9}},
-            ["architectures", "gemma3_text", "LlamaForCausalLM"],
+            {"text_config": {"model_type": "llama4_text", "vocab_size": 9}},
+            ["architectures", "llama4_text", "LlamaForCausalLM"],
         ),
         (
             "llama3",
