@@ -35,7 +35,7 @@ PAIRS_TOGETHER = 8
 """Gates in a row, followed by their ups. A thread holds the sums of rows that are 8 apart."""
 
 _TOGETHER = gl.constexpr(PAIRS_TOGETHER)
-WARPS = 4  # of one group, whose tensor cores multiply 64 weight rows at once
+WARPS = 4  # of one group, whose tensor cores multiply 64 weight rows together
 
 
 def multiply(
@@ -93,7 +93,7 @@ def weight_blocks(
     """Return the blocks of a weight that programs copy, `depth` elements of each row."""
     if not is_gated:
         return _blocks(weight, tiles.outputs, depth)
-    # Gates and ups in turns.
+    # Gates and ups alternate.
     weight = weight.unflatten(0, (2, -1, PAIRS_TOGETHER)).transpose(0, 1)
     return _blocks(weight, tiles.outputs // PAIRS_TOGETHER, 2, PAIRS_TOGETHER, depth)
 

@@ -119,7 +119,7 @@ def _choose_tiling(
             block, stages = 64, 4
     else:
         block, warps, stages, programs = 64 if lines <= 16 else 128, 4, 2, 2
-    if is_fp8 and dtype != torch.float32:  # as many bytes at once, unless they take all registers
+    if is_fp8 and dtype != torch.float32:  # as many bytes per block, unless they take all registers
         block = min(2 * block, 32 * warps)
     # Blocks of wide heads have fewer entries.
     block = max(16, block * 128 // max(128, width))

@@ -69,10 +69,10 @@ def test_scales_and_zeros_may_be_integers_times_factors(num_rows):
         expected = x.float() @ exact.to(dtype).float().T
         found = int4_linear_triton.small_int4_linear(x, *stored, None, torch.float32, factors)
         assert relative_error(found, expected) < TOLERANCE[dtype]
-        for law in (plain, int4_linear):
-            found = law.int4_linear(x, *stored, None, torch.float32, factors)
+        for op in (plain, int4_linear):
+            found = op.int4_linear(x, *stored, None, torch.float32, factors)
             assert relative_error(found, expected) < TOLERANCE[dtype]
-            partials = law.int4_partials(x, *stored, factors)
+            partials = op.int4_partials(x, *stored, factors)
             found = sum_partials(partials, torch.empty_like(expected))
             assert relative_error(found.float(), expected) < TOLERANCE[dtype]
 

@@ -61,8 +61,8 @@ def test_scales_of_sixteen_bits_are_as_good_as_their_floats(unit):
     values, scale = made(40, 96, unit, torch.int8)
     x = inputs(3, 96)
     found = scaled_linear_triton.scaled_linear(x, values, scale.half(), unit)
-    for law in (scaled_linear_triton, plain):
-        expected = law.scaled_linear(x, values, scale.half().float(), unit)
+    for op in (scaled_linear_triton, plain):
+        expected = op.scaled_linear(x, values, scale.half().float(), unit)
         assert relative_error(found, expected) < 1e-6
 
 
